@@ -1,0 +1,96 @@
+"""The routed mixture of experts: which experts a row takes, and what they add up to."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from mkgen.graph.ir import Cost, Op, Value, Weight
+from mkgen.graph.ops.elementwise import activate
+from mkgen.spec.model import Activation
+
+
+@dataclass(frozen=True)
+class Route(Op):
+    """score(logits) -> top_k of score + bias (ties to the lowest id) -> weights = score -> renorm -> scale. All float32.
+
+    `weights` [R, experts] is zero where an expert was not chosen; inactive rows choose none."""
+    logits: Value
+    route: Value
+    bias: Weight | None
+    experts: int
+    top_k: int
+    score: str
+    renorm: bool
+    scale: float
+    kind = "route"
+    rounds = "none"
+
+    def inputs(self):
+        return (self.logits,)
+
+    def outputs(self):
+        return (self.route,)
+
+    def weights(self):
+        return () if self.bias is None else (self.bias,)
+
+    def cost(self):
+        return Cost(flops=3 * self.top_k * self.experts)
+
+    def meaning(self, env):
+        logits = env[self.logits]
+        score = jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        pick = score if self.bias is None else score + env.w(self.bias)
+        order = jnp.argsort(-pick, axis=-1, stable=True)
+        rank = jnp.argsort(order, axis=-1)
+        chosen = (rank < self.top_k) & env.active[:, None]
+        weight = jnp.where(chosen, score, 0.0)
+        if self.renorm:
+            weight = weight / jnp.where(env.active[:, None], jnp.sum(weight, -1, keepdims=True), 1.0)
+        env.put(self.route, weight * self.scale)
+        gap = jnp.take_along_axis(pick, order[:, self.top_k - 1:self.top_k], 1)
+        if self.top_k < self.experts:
+            env.note(self.name, chosen, (gap - jnp.take_along_axis(pick, order[:, self.top_k:self.top_k + 1], 1))[:, 0])
+
+
+@dataclass(frozen=True)
+class RoutedExperts(Op):
+    """y = sum_e route_e * (r(phi(r(x G_e), r(x U_e))) D_e) over the chosen experts; each rank adds up its own: a partial sum, not rounded."""
+    x: Value
+    route: Value
+    y: Value
+    gate: Weight                         # [experts, K, F]
+    up: Weight
+    down: Weight                         # [experts, F, D]
+    experts: int
+    top_k: int
+    width: int
+    act: Activation
+    kind = "routed_experts"
+    rounds = "gate, up and phi; y to its dtype after the sum over ranks"
+
+    def inputs(self):
+        return (self.x, self.route)
+
+    def outputs(self):
+        return (self.y,)
+
+    def weights(self):
+        return (self.gate, self.up, self.down)
+
+    def gives(self, spread):
+        return {self.y.name: "partial"}
+
+    def cost(self):
+        return Cost(flops=2 * self.top_k * sum(w.shape[1] * w.shape[2] for w in self.weights()))
+
+    def meaning(self, env):
+        x, route = env[self.x], env[self.route]
+        y = jnp.zeros((env.rows, self.y.width), jnp.float32)
+        for e in env.chosen(route):
+            g, u = (env.r(jnp.dot(x, env.expert(w, e), precision="highest")) for w in (self.gate, self.up))
+            h = env.r(activate(self.act, g, u))
+            y += route[:, e:e + 1] * jnp.dot(h, env.expert(self.down, e), precision="highest")
+        env.put(self.y, y)

@@ -1,0 +1,60 @@
+"""From checkpoint tensors to logical arrays: one rule a weight family, used by the reference and by the packer alike.
+
+Hub linears are [out, in]; logical matrices are [K, N] = [in, out]. All rules are exact: they move or multiply nothing but
+what is named here, in float32.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+
+def linear(w: np.ndarray) -> np.ndarray:
+    """[N, K] -> [K, N]."""
+    return w.T
+
+
+def rows(w: np.ndarray) -> np.ndarray:
+    """Kept as stored: an embedding table [vocab, hidden]."""
+    return w
+
+
+def vector(w: np.ndarray) -> np.ndarray:
+    return w.reshape(-1)
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A norm weight folded into the one-row projection that follows it: proj(norm(x)) = rsqrt(..) * sum(x * a * b)."""
+    return a.astype(np.float32).reshape(-1) * b.astype(np.float32).reshape(-1)
+
+
+def taps(*convs: np.ndarray) -> np.ndarray:
+    """Depthwise filters [channels, 1, taps] side by side -> [taps, channels]."""
+    return np.concatenate([c.reshape(c.shape[0], -1).T for c in convs], axis=1).astype(np.float32)
+
+
+def exp(a_log: np.ndarray) -> np.ndarray:
+    return np.exp(a_log.astype(np.float32)).reshape(-1)
+
+
+def first_half_heads(w: np.ndarray, first: int, second: int) -> np.ndarray:
+    """[heads (first + second), K] -> [K, heads first]: each head's leading columns."""
+    heads = w.shape[0] // (first + second)
+    return w.reshape(heads, first + second, -1)[:, :first].reshape(heads * first, -1).T
+
+
+def second_half_heads(w: np.ndarray, first: int, second: int) -> np.ndarray:
+    """[heads (first + second), K] -> [K, heads second]: each head's trailing columns."""
+    heads = w.shape[0] // (first + second)
+    return w.reshape(heads, first + second, -1)[:, first:].reshape(heads * second, -1).T
+
+
+RULES = {f.__name__: f for f in (linear, rows, vector, product, taps, exp)}
+
+
+def assemble(rule: str, *tensors: np.ndarray) -> np.ndarray:
+    """`rule` is a name in RULES, or first_half_heads(a,b) / second_half_heads(a,b) with its two widths."""
+    if "(" in rule:
+        name, args = rule[:-1].split("(")
+        first, second = (int(a) for a in args.split(","))
+        return {"first_half_heads": first_half_heads, "second_half_heads": second_half_heads}[name](tensors[0], first, second)
+    return RULES[rule](*tensors)

@@ -1,0 +1,30 @@
+"""Logical weights for the reference, assembled from hub tensors by the same rules as the packer uses."""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Mapping
+
+import numpy as np
+
+from mkgen.graph.ir import Weight
+from mkgen.graph.weights import assemble
+
+
+class TensorParams:
+    """`tensors`: hub name -> array, any float dtype. `names`: role -> name pattern with {layer} and {expert}."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray], names: Mapping[str, str]):
+        self.tensors, self.names = tensors, names
+        self._weight = lru_cache(maxsize=4096)(self._assemble)
+
+    def _assemble(self, weight: Weight, layer: int, expert: int | None) -> np.ndarray:
+        parts = [np.asarray(self.tensors[self.names[r].format(layer=layer, expert=expert)]).astype(np.float32) for r in weight.roles]
+        if weight.assemble in ("vector", "exp"):
+            parts = [p.reshape(-1)[:weight.elements] for p in parts]        # per-head vectors may be padded in a checkpoint
+        return np.ascontiguousarray(assemble(weight.assemble, *parts), np.float32)
+
+    def weight(self, weight: Weight, layer: int) -> np.ndarray:
+        return self._weight(weight, layer, None)
+
+    def expert(self, weight: Weight, layer: int, expert: int) -> np.ndarray:
+        return self._weight(weight, layer, expert)
