@@ -1,13 +1,15 @@
-"""What mkgen says when it refuses: every mistake with its place, its reason and its remedy, all of them at once."""
+"""What mkgen says when it refuses: all the mistakes at once, each with its place, reason and remedy."""
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_LISTED = 24                                     # names in an advice, at most
+
 
 class MkgenError(Exception):
-    """Something the user can put right. The command line prints it without a traceback and exits with `exit_code`."""
+    """Something the user can put right: printed without a traceback, and the exit code is `exit_code`."""
 
     exit_code = 2
 
@@ -41,8 +43,9 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Advice for an unknown word: the nearest known one, and all of them."""
+    """Advice for an unknown word: the nearest known one, and the others."""
     names = sorted(known)
     near = closest(word, names)
-    listed = ", ".join(names) if names else "none at all"
+    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    listed = ", ".join(names[:_LISTED]) + more if names else "none at all"
     return f"did you mean {near!r}? (known: {listed})" if near else f"use one of: {listed}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 from mkgen.graph.ir import LayerGraph, Op, SubLayer, Value, Weight
 from mkgen.graph.kinds import FFNS, MIXERS
 from mkgen.graph.ops.elementwise import ResidualAdd
-from mkgen.graph.ops.ends import Embed, Greedy
+from mkgen.graph.ops.ends import Embed, Enter, Greedy
 from mkgen.graph.ops.linear import Linear
 from mkgen.graph.ops.mixture import BlockAdd, BlockMixture
 from mkgen.graph.ops.norm import RmsNorm
@@ -63,7 +63,8 @@ class Stream:
 
     def begin(self) -> SubLayer:
         table = Weight("embed", (self.model.vocab, self.model.hidden), ("embed",), "rows", split=0, units=self.model.vocab)
-        return SubLayer("begin", "begin", (Embed("embed", self.x, table, self.snapshots),), doc="Embedding rows of the tokens.")
+        x = Value("embedded", self.model.hidden, "f32")
+        return SubLayer("begin", "begin", (Embed("embed", x, table), Enter("enter", x, self.x)), doc="Embedding rows of the tokens.")
 
     def end(self) -> SubLayer:
         model = self.model

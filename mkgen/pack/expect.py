@@ -1,5 +1,5 @@
-"""The tensors that a spec expects, held against those that a checkpoint has: every problem in one error, and then
-each tensor as a source of the values that were asked for, however it is stored.
+"""The tensors that a spec expects, held against those that a checkpoint has: every problem in one error, each
+tensor a source of the values asked for, however it is stored.
 """
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ class Source:
             raise MkgenError(f"{self.expected.name}: {error}") from None
 
 
-def match(expected: Iterable[Expected], checkpoint: Checkpoint, ignore: Sequence[str] = ()) -> dict[str, Source]:
-    """Expected name -> Source. MkgenError lists all that is missing, extra, misshapen or misdtyped, by pattern.
+def match(expected: Iterable[Expected], checkpoint: Checkpoint,
+          ignore: Sequence[str] = ()) -> dict[str, Source]:
+    """Expected name -> Source; or an MkgenError with all that is missing, extra, misshapen and misdtyped.
 
     ignore: shell patterns (`vision_tower.*`) of tensors that may be there unused; nothing else may.
     """
@@ -92,8 +93,8 @@ def match(expected: Iterable[Expected], checkpoint: Checkpoint, ignore: Sequence
                  if n not in used and not any(fnmatchcase(n, p) for p in ignore)]
     if problems:
         lines = _grouped(problems)
-        raise MkgenError(f"{checkpoint.directory}: {len(problems)} tensors are not as the spec expects\n"
-                         + "\n".join(lines))
+        raise MkgenError(f"{checkpoint.directory}: not the tensors that the spec expects, "
+                         f"{len(problems)} problems\n" + "\n".join(lines))
     return sources
 
 
@@ -106,7 +107,7 @@ def _plain(e: Expected, checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
         at_least = " or longer" if e.narrow else ""
         problems.append(("misshapen", e.name, f"{e.role} is {list(shape)}, not {list(e.shape)}{at_least}"))
     if dtype not in e.dtypes:
-        allowed = " or ".join(d for d in e.dtypes if d != MXFP4)
+        allowed = " or ".join(d for d in e.dtypes if d != MXFP4) or MXFP4
         problems.append(("misdtyped", e.name, f"{e.role} is {dtype}, not {allowed}"))
     return problems
 
@@ -116,19 +117,21 @@ def _pair(e: Expected, checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
     if k % GROUP:
         return [("misshapen", e.packed_names[0], f"{e.role} has K = {k}, mxfp4 needs a multiple of {GROUP}")]
     problems = []
-    for name, shape, dtypes in zip(e.packed_names, ((n, k // 2), (n, k // GROUP)), (("u8",), ("u8", "f8_e8m0"))):
+    words, scale = e.packed_names
+    for name, shape, dtypes in (words, (n, k // 2), ("u8",)), (scale, (n, k // GROUP), ("u8", "f8_e8m0")):
         if name not in checkpoint:
             problems.append(("missing", name, f"{e.role} {list(shape)}, the other half of the pair is there"))
             continue
-        if checkpoint.shape(name) != shape:
-            problems.append(("misshapen", name, f"{e.role} is {list(checkpoint.shape(name))}, not {list(shape)}"))
-        if checkpoint.dtype(name) not in dtypes:
-            problems.append(("misdtyped", name, f"{e.role} is {checkpoint.dtype(name)}, not {dtypes[0]}"))
+        have, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        if have != shape:
+            problems.append(("misshapen", name, f"{e.role} is {list(have)}, not {list(shape)}"))
+        if dtype not in dtypes:
+            problems.append(("misdtyped", name, f"{e.role} is {dtype}, not {dtypes[0]}"))
     return problems
 
 
 def _grouped(problems: list[tuple[str, str, str]]) -> list[str]:
-    """One line a problem; where names differ in their numbers only, one line for all: a large model has 10^5."""
+    """One line a problem; one for all whose names differ in numbers only: a large model has 10^5 tensors."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for kind, name, detail in problems:
         groups.setdefault((kind, re.sub(r"\d+", "#", name), detail), []).append(name)
@@ -138,7 +141,8 @@ def _grouped(problems: list[tuple[str, str, str]]) -> list[str]:
         if len(names) <= SINGLY:
             lines += [f"  {kind}: {name} ({detail})" for name in names]
         else:
-            lines.append(f"  {kind}: {len(names)} tensors {_range(pattern, names)} ({detail}), first {names[0]}")
+            lines.append(f"  {kind}: {len(names)} tensors {_range(pattern, names)} ({detail}), "
+                         f"first {names[0]}")
     return lines
 
 

@@ -203,7 +203,7 @@ def quantise_mxfp4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise MkgenError("a weight that is to be stored as mxfp4 is not finite")
     exponent = np.frexp(top)[1] - 1 - 2           # top = m 2^e with 1/2 <= m < 1; scaled, top is in [4, 8)
     byte = np.where(top == 0, ONE, np.clip(exponent + 127, 1, 254))
-    scaled = np.ldexp(groups, (127 - byte)[..., None].astype(np.int32))
+    scaled = groups * _power_of_two(ONE - byte)[..., None]                       # exact: a power of two
     a = np.abs(scaled)
     codes = np.signbit(scaled).astype(np.uint8) << 3
     for tie, up in zip((.25, .75, 1.25, 1.75, 2.5, 3.5, 5.), (False, True) * 4):      # ties to the even code
@@ -215,7 +215,7 @@ def dequantise_mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """u8 codes [K, N], e8m0 u8 scales [K/32, N] -> f32 W[K, N], exact (in bf16 as well) up to scale 2^125."""
     k, n = codes.shape
     values = VALUES[codes.T].reshape(n, k // GROUP, GROUP)
-    return np.ldexp(values, scales.T.astype(np.int32)[..., None] - ONE).reshape(n, k).T
+    return (values * _power_of_two(scales.T.astype(np.int32) - ONE)[..., None]).reshape(n, k).T
 
 
 # -- helpers -------------------------------------------------------------------------------------------------
@@ -254,6 +254,11 @@ def _rows(rows: np.ndarray, count: int) -> None:
 def _multiple(value: int, of: int, what: str) -> None:
     if value % of or value <= 0:
         raise ValueError(f"{what} is {value}, not a positive multiple of {of}: pad it first")
+
+
+def _power_of_two(exponent: np.ndarray) -> np.ndarray:
+    """f32 2^exponent for exponents -126..127 (and denormal below)."""
+    return np.ldexp(np.float32(1), exponent.astype(np.int32))
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:

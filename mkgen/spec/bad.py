@@ -1,8 +1,8 @@
 """A stand-in for a value that could not be read.
 
-One mistake must not hide the others, nor breed false ones. So a field that cannot be read becomes `BAD`, which spreads
-through arithmetic as a NaN does; the moment a check wants to decide something with it, it raises `Poison`, and
-only that check is skipped.
+One mistake must not hide the others, nor breed false ones. So a field that cannot be read becomes `BAD`,
+which spreads through arithmetic as a NaN does; the moment a check wants to decide something with it, it
+raises `Poison`, and only that check is skipped.
 """
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """A YAML file, overlays and `--set` arguments to a `Spec`; or all of their mistakes at once."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ def load_spec(path: str | Path, overlays: Iterable[str | Path] = (), sets: Itera
 
     path: the YAML file with `model:` and, usually, `build:`.
     overlays: YAML files with only a `build:`; each of its keys replaces that key as a whole, later files win.
-    sets: `build.key=value` with a YAML value; `build.mesh.chip=2` replaces one entry. They win over the overlays.
+    sets: `build.key=value` with a YAML value; `build.mesh.chip=2` replaces one entry. They come last.
     Raises `SpecErrors` with every mistake that was found, each with its file and line.
     """
     file = str(path)
@@ -38,8 +39,15 @@ def load_spec(path: str | Path, overlays: Iterable[str | Path] = (), sets: Itera
         raise SpecErrors(problems)
     for key, entry in root.entries.items():
         if key not in SECTIONS:
-            problems.append(Problem(entry.file, entry.line, f"unknown key {key}",
-                                    "a spec has two sections, and a key is never ignored", did_you_mean(key, SECTIONS)))
+            problems.append(
+                Problem(
+                    entry.file,
+                    entry.line,
+                    f"unknown key {key}",
+                    "a spec has two sections, and a key is never ignored",
+                    did_you_mean(key, SECTIONS),
+                )
+            )
     reader = Reader({**MIXERS, **FFNS})
     model = _section(reader, Model, "model", root.entries.get("model"), root)
     if model is not BAD:
@@ -58,17 +66,29 @@ def _root(path: str | Path, problems: list[Problem]) -> Map | None:
     problems += found
     if node is None or isinstance(node, Map):
         return node
-    problems.append(Problem(node.file, node.line, "is not a mapping", "a spec has the sections model: and build:",
-                            "begin with `model:`"))
+    problems.append(
+        Problem(
+            node.file,
+            node.line,
+            "is not a mapping",
+            "a spec has the sections model: and build:",
+            "begin with `model:`",
+        )
+    )
     return None
 
 
 def _section(reader: Reader, cls: type, name: str, entry: Entry | None, root: Map):
     if entry is None:
-        reader.say((root.file, root.line), f"there is no `{name}:` section",
-                   {"model": "it says what the model is",
-                    "build": "it says for which chip and mesh the program is made"}[name],
-                   f"add `{name}:`" + (" here, or give a second file that has it" if name == "build" else ""))
+        reader.say(
+            (root.file, root.line),
+            f"there is no `{name}:` section",
+            {
+                "model": "it says what the model is",
+                "build": "it says for which chip and mesh the program is made",
+            }[name],
+            f"add `{name}:`" + (" here, or give a second file that has it" if name == "build" else ""),
+        )
         return BAD
     reader.where.put((name,), entry.file, entry.line)
     return reader.object(cls, entry.value, (name,))
@@ -80,13 +100,26 @@ def _overlay(build: Entry | None, root: Map | None, file: str, problems: list[Pr
         return build
     for key, entry in root.entries.items():
         if key != "build":
-            problems.append(Problem(entry.file, entry.line, f"an overlay has the key {key}",
-                                    "an overlay says how to build a model, never what the model is",
-                                    "leave only `build:` in it"))
+            problems.append(
+                Problem(
+                    entry.file,
+                    entry.line,
+                    f"an overlay has the key {key}",
+                    "an overlay says how to build a model, never what the model is",
+                    "leave only `build:` in it",
+                )
+            )
     over = root.entries.get("build")
     if over is None:
-        problems.append(Problem(file, root.line, "an overlay without `build:`", "there is nothing to put over the spec",
-                                "add `build:`"))
+        problems.append(
+            Problem(
+                file,
+                root.line,
+                "an overlay without `build:`",
+                "there is nothing to put over the spec",
+                "add `build:`",
+            )
+        )
         return build
     if build is None or not isinstance(build.value, Map) or not isinstance(over.value, Map):
         return over
@@ -102,13 +135,26 @@ def _set(build: Entry | None, text: str, problems: list[Problem]) -> Entry | Non
     key, equals, value_text = text.partition("=")
     path = key.strip().split(".")
     if not equals or len(path) < 2 or not all(path):
-        problems.append(Problem(place, 0, "is not of the form build.key=value", "it names one key and its new value",
-                                "write, for instance, --set build.context=8192"))
+        problems.append(
+            Problem(
+                place,
+                0,
+                "is not of the form build.key=value",
+                "it names one key and its new value",
+                "write, for instance, --set build.context=8192",
+            )
+        )
         return build
     if path[0] != "build":
-        problems.append(Problem(place, 0, f"sets a key of {path[0]!r}",
-                                "only the build can be changed from outside; the model is what its file says",
-                                "set a key under build., or edit the file"))
+        problems.append(
+            Problem(
+                place,
+                0,
+                f"sets a key of {path[0]!r}",
+                "only the build can be changed from outside; the model is what its file says",
+                "set a key under build., or edit the file",
+            )
+        )
         return build
     value, found = parse_yaml(value_text, place, lines=False)
     problems += found
@@ -122,8 +168,15 @@ def _put(node: Node, path: list[str], value: Node, place: str, problems: list[Pr
     if not path:
         return value
     if not isinstance(node, Map):
-        problems.append(Problem(place, 0, f"{path[0]!r} is set inside something that is not a mapping",
-                                "only a mapping has keys", "set the whole value, as in build.rows=[1, 8]"))
+        problems.append(
+            Problem(
+                place,
+                0,
+                f"{path[0]!r} is set inside something that is not a mapping",
+                "only a mapping has keys",
+                "set the whole value, as in build.rows=[1, 8]",
+            )
+        )
         return node
     old = node.entries.get(path[0])
     below = old.value if old and (len(path) == 1 or not _is_null(old.value)) else Map(place, 0, {})
@@ -145,14 +198,25 @@ def _schedule(model: Model, where: Where, problems: list[Problem]):
         try:
             tree = schedule.parse(text)
         except schedule.ScheduleError as error:
-            problems.append(Problem(*place, f"model.{column}: {error}",
-                                    "a column is made of names, '-', name*3 and (a*3 b)*23", "correct the column"))
+            problems.append(
+                Problem(
+                    *place,
+                    f"model.{column}: {error}",
+                    "a column is made of names, '-', name*3 and (a*3 b)*23",
+                    "correct the column",
+                )
+            )
             continue
         covered = schedule.length(tree)
         if model.layers is not BAD and covered != model.layers:
-            problems.append(Problem(*place, f"model.{column} covers {covered} layers, the model has {model.layers}",
-                                    "each column names one thing for every layer, '-' where there is nothing",
-                                    f"change the counts so that they add up to {model.layers}, or correct layers"))
+            problems.append(
+                Problem(
+                    *place,
+                    f"model.{column} covers {covered} layers, the model has {model.layers}",
+                    "each column names one thing for every layer, '-' where there is nothing",
+                    f"change the counts so that they add up to {model.layers}, or correct layers",
+                )
+            )
             continue
         columns.append(schedule.expand(tree))
     if len(columns) < 2 or len(columns[0]) != len(columns[1]):

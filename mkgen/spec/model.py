@@ -26,7 +26,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Activation:
-    """phi(gate, up). silu: silu(g) u. situ: beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta)."""
+    """phi(g, u). silu: silu(g) u. situ: beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta)."""
     kind: str = "silu"
     beta: float = 4.0
     linear_beta: float = 25.0
@@ -50,7 +50,7 @@ class Mla:
     q_rank: int
     kv_rank: int
     nope_dim: int
-    rope_dim: int                                # width of the key shared by all heads; rotated only if `rope` is given
+    rope_dim: int                                # of the key shared by all heads; rotated only with `rope`
     v_dim: int
     rank_eps: float = 1e-6
     rope: Rope | None = None
@@ -59,7 +59,7 @@ class Mla:
 
 @dataclass(frozen=True)
 class Kda:
-    """Kimi Delta Attention (arXiv 2510.26692): a delta rule with one decay per key channel and a short convolution."""
+    """Kimi Delta Attention (arXiv 2510.26692): a delta rule, a decay per key channel, a short convolution."""
     heads: int
     head_dim: int
     conv: int                                    # taps of the causal depthwise convolution on q, k and v
@@ -93,12 +93,15 @@ class Moe:
     activation: Activation = field(default_factory=Activation)
     shared_width: int = 0                        # all shared experts together; 0: none
     latent: int = 0                              # width of the experts' input and output; 0: the hidden width
-    latent_norm: Norm | None = None              # on the reduced sum of the experts, before it leaves the latent
+    latent_norm: Norm | None = None              # on the sum of the experts, before it leaves the latent
 
 
 @dataclass(frozen=True)
 class Residual:
-    """add: x + f(norm(x)).  block_softmax: a learned mixture of snapshots, one every `block` layers, and the running sum."""
+    """add: x + f(norm(x)).
+
+    block_softmax: a learned mixture of snapshots, one every `block` layers, and the running sum.
+    """
     kind: str = "add"
     block: int = 0
     eps: float = 1e-5
@@ -126,7 +129,7 @@ class Model:
     residual: Residual = field(default_factory=Residual)
     tied_head: bool = False
     parameters: int | None = None                # published total, checked when given
-    checkpoint: dict[str, str] = field(default_factory=dict)   # role -> tensor name pattern with {layer}, {expert}
+    checkpoint: dict[str, str] = field(default_factory=dict)   # role -> tensor name with {layer}, {expert}
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -135,9 +138,9 @@ class Build:
     """How to build it. Layout fields are hashed into the packed weights; the rest is schedule."""
     # layout
     chip: str
-    mesh: dict[str, int]                         # factor name -> size, outermost first; rank = row-major index
+    mesh: dict[str, int]                         # factor -> size, outermost first; rank = row-major index
     expert_parallel: int = 1
-    tensor_parallel: int = 1                     # expert_parallel * tensor_parallel == ranks; tensor_parallel is the inner factor
+    tensor_parallel: int = 1                     # the inner factor; the product of both is the ranks
     formats: dict[str, str] = field(default_factory=dict)      # family -> bf16 | mxfp4
     replicate: tuple[str, ...] = ()              # weight families kept whole on every rank
     block_kib: int = 2048                        # largest block of a streamed matrix = one ring slot
@@ -148,7 +151,7 @@ class Build:
     kv_tile: int = 256                           # tokens in one tile of a positional cache
     ring_depth: int = 12
     expert_slots: int = 4
-    kv_slots: int = 2
+    kv_slots: int = 8
     spill_kib: int = 2816                        # VMEM left to the compiler
 
     @property

@@ -1,7 +1,8 @@
-"""Which tensors a checkpoint must hold, with their shapes: one table for the role check and for the parameter count.
+"""Which tensors a checkpoint must hold, with their shapes: one table for the role check and for the parameter
+count.
 
-A role is the key under `checkpoint:`. The roles of a kind begin with the name it has in this spec (`attention.q`).
-Shapes are those of a Hugging Face checkpoint: matrices are [out, in].
+A role is the key under `checkpoint:`. The roles of a kind begin with the name it has in this spec
+(`attention.q`). Shapes are those of a Hugging Face checkpoint: matrices are [out, in].
 """
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from mkgen.spec.model import Gqa, Kda, Mla, Mlp, Model, Moe
 
 @dataclass(frozen=True)
 class Tensor:
-    """One role. `per`: model (once), layer, or expert (of each layer).  `owner`: the kind, or 'mixer' / 'ffn' for what any layer
-    with a mixer / an ffn has; None for the model's own."""
+    """One role. `per`: model (once), layer, or expert (of each layer).
+
+    `owner`: the kind, or 'mixer' / 'ffn' for what any layer with one has; None for the model's own.
+    """
     role: str
     shape: tuple[int, ...]
     per: str = "layer"
@@ -94,7 +97,7 @@ def _moe(f: Moe, hidden: int) -> dict[str, tuple[int, ...]]:
         out["router_bias"] = (f.experts,)
     if f.latent:
         out |= {"latent_down": (f.latent, hidden), "latent_up": (hidden, f.latent)}
-    if f.latent_norm is not None:
+    if f.latent and f.latent_norm is not None:
         out["latent_norm"] = (inner,)
     if f.shared_width:
         wide = f.shared_width

@@ -2,8 +2,8 @@
 
     column = item item …        item = name | '-' | item '*' count | '(' column ')'
 
-A name is a kind, '-' is "none here". The tree is kept, since it is the loop nest that a person wrote: the planner
-lowers it, and shrinking a model shortens its counts.
+A name is a kind, '-' is "none here". The tree is kept, since it is the loop nest that a person wrote: the
+planner lowers it, and shrinking a model shortens its counts.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mkgen.errors import MkgenError
 MAX_LAYERS = 10_000                              # stops a slip of the finger from filling the memory
 MAX_DEPTH = 16
 
-_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*|-)|(?P<count>[0-9]+)|(?P<mark>[()*])|(?P<bad>\S))")
+_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*|-)|(?P<count>\d+)|(?P<mark>[()*])|(?P<bad>\S))", re.A)
 
 
 class ScheduleError(MkgenError):
@@ -99,6 +99,9 @@ class _Parser:
             kind = match.lastgroup or "bad"
             if kind == "bad":
                 raise ScheduleError(text, match.start(kind) + 1, f"unexpected {match[kind]!r}")
+            words = ("name", "count")             # two of them need a space between
+            if at and at == match.start(kind) and kind in words and self.tokens[-1][0] in words:
+                raise ScheduleError(text, at + 1, "a space is missing")
             self.tokens.append((kind, match[kind], match.start(kind) + 1))
             at = match.end()
         self.at = 0
@@ -141,7 +144,7 @@ class _Parser:
             if not self.next_is(")"):
                 self.stop("'(' is never closed", column)
             self.at += 1
-        while self.next_is("*"):
+        if self.next_is("*"):
             self.at += 1
             if self.at == len(self.tokens) or self.tokens[self.at][0] != "count":
                 self.stop("a number must follow '*'")

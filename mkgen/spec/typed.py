@@ -2,6 +2,7 @@
 
 Every mistake is noted and reading goes on; a value that cannot be read becomes `BAD` (see `bad.py`).
 """
+
 from __future__ import annotations
 
 import math
@@ -13,14 +14,19 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mkgen.errors import Problem, closest, did_you_mean
 from mkgen.spec.bad import BAD
+from mkgen.spec.bounds import out_of_bounds
 from mkgen.spec.yaml_lines import Map, Node, Scalar, Seq, Where
 
 Path = tuple[str, ...]
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_EXPECTED = {int: ("a whole number", "8"), float: ("a number", "1.0e-6"), bool: ("true or false", "true"),
-             str: ("a text", "name")}
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_EXPECTED = {
+    int: ("a whole number", "8"),
+    float: ("a number", "1.0e-6"),
+    bool: ("true or false", "true"),
+    str: ("a text", "name"),
+}
 
 
 def dotted(path: Path) -> str:
@@ -38,7 +44,7 @@ def shown(node: Node) -> str:
 
 
 class Reader:
-    """Reads values of a given type out of nodes. `kinds`: the word under `kind:` -> the dataclass that it means."""
+    """Reads values of a given type out of nodes. `kinds`: the word under `kind:` -> the dataclass meant."""
 
     def __init__(self, kinds: Mapping[str, type]):
         self.kinds = kinds
@@ -79,23 +85,43 @@ class Reader:
                 return text == "true"
         noun, example = _EXPECTED[hint]
         quoted = isinstance(node, Scalar) and not node.plain and hint is not str
-        self.say((node.file, node.line), f"{dotted(path)} is {shown(node)}, not {noun}",
-                 "a value in quotes is a text" if quoted else f"this key takes {noun}",
-                 f"write `{path[-1]}: {example}`, with the value that is meant")
+        self.say(
+            (node.file, node.line),
+            f"{dotted(path)} is {shown(node)}, not {noun}",
+            "a value in quotes is a text" if quoted else f"this key takes {noun}",
+            f"write {noun}, such as {example}",
+        )
+        return BAD
+
+    def bounded(self, value: Any, path: Path, default: Any = None) -> Any:
+        """The value, or BAD if it is a number that cannot be."""
+        broken = out_of_bounds(path[-1], value, default)
+        if broken is None:
+            return value
+        self.say(self.where.at(*path), f"{dotted(path)} is {value}", *broken)
         return BAD
 
     def sequence(self, hint: Any, node: Node, path: Path) -> Any:
         if isinstance(node, Seq):
-            return tuple(self.value(hint, item, (*path, str(i))) for i, item in enumerate(node.items))
-        self.say((node.file, node.line), f"{dotted(path)} is {shown(node)}, not a list", "this key takes a list",
-                 f"write `{path[-1]}: [{shown(node) if isinstance(node, Scalar) else '…'}]`")
+            paths = [(*path, str(i)) for i in range(len(node.items))]
+            return tuple(self.bounded(self.value(hint, item, p), p) for item, p in zip(node.items, paths))
+        self.say(
+            (node.file, node.line),
+            f"{dotted(path)} is {shown(node)}, not a list",
+            "this key takes a list",
+            f"write `{path[-1]}: [{shown(node) if isinstance(node, Scalar) else '…'}]`",
+        )
         return BAD
 
     def is_map(self, node: Node, path: Path) -> bool:
         if isinstance(node, Map):
             return True
-        self.say((node.file, node.line), f"{dotted(path)} is {shown(node)}, not a mapping",
-                 "this key takes a mapping of names to values", f"write `{path[-1]}: {{name: value}}`")
+        self.say(
+            (node.file, node.line),
+            f"{dotted(path)} is {shown(node)}, not a mapping",
+            "this key takes a mapping of names to values",
+            f"write `{path[-1]}: {{name: value}}`",
+        )
         return False
 
     def mapping(self, hint: Any, node: Node, path: Path) -> Any:
@@ -104,7 +130,7 @@ class Reader:
         out = {}
         for key, entry in node.entries.items():
             self.where.put((*path, key), entry.file, entry.line)
-            out[key] = self.value(hint, entry.value, (*path, key))
+            out[key] = self.bounded(self.value(hint, entry.value, (*path, key)), (*path, key))
         return out
 
     def one_of(self, classes: list[type], node: Node, path: Path) -> Any:
@@ -114,16 +140,23 @@ class Reader:
         known = [word for word, cls in self.kinds.items() if cls in classes]
         entry = node.entries.get("kind")
         if entry is None:
-            self.say(self.where.at(*path), f"{dotted(path)} has no kind",
-                     "the kind says which formula is meant, and which keys belong here",
-                     f"add `kind:` with one of {', '.join(known)}")
+            self.say(
+                self.where.at(*path),
+                f"{dotted(path)} has no kind",
+                "the kind says which formula is meant, and which keys belong here",
+                f"add `kind:` with one of {', '.join(known)}",
+            )
             return BAD
         word = self.value(str, entry.value, (*path, "kind"))
         if word is BAD:
             return BAD
         if word not in known:
-            self.say((entry.file, entry.line), f"unknown kind {word!r} in {dotted(path)}",
-                     "there is no formula of that name here", did_you_mean(word, known))
+            self.say(
+                (entry.file, entry.line),
+                f"unknown kind {word!r} in {dotted(path)}",
+                "there is no formula of that name here",
+                did_you_mean(word, known),
+            )
             return BAD
         rest = Map(node.file, node.line, {key: e for key, e in node.entries.items() if key != "kind"})
         return self.object(self.kinds[word], rest, path)
@@ -139,9 +172,12 @@ class Reader:
             if key not in mine:
                 free = [name for name in mine if name not in node.entries]
                 meant.add(closest(key, free))
-                self.say((entry.file, entry.line), f"unknown key {dotted((*path, key))}",
-                         f"{path[-1] if path else 'the file'} has no key of that name, and a key is never ignored",
-                         did_you_mean(key, free if closest(key, free) else mine))
+                self.say(
+                    (entry.file, entry.line),
+                    f"unknown key {dotted((*path, key))}",
+                    f"{path[-1] if path else 'the file'} has no key of that name, and a key is never ignored",
+                    did_you_mean(key, free if closest(key, free) else mine),
+                )
         values: dict[str, Any] = {f.name: BAD for f in fields(cls) if f.metadata.get("derived")}
         for name, f in mine.items():
             if name in node.entries:
@@ -149,10 +185,15 @@ class Reader:
                 scalar = isinstance(entry.value, Scalar)
                 place = entry.value if scalar else entry
                 self.where.put((*path, name), place.file, place.line)
-                values[name] = self.value(hints[name], entry.value, (*path, name))
+                value = self.value(hints[name], entry.value, (*path, name))
+                values[name] = self.bounded(value, (*path, name), f.default)
             elif f.default is MISSING and f.default_factory is MISSING:
                 values[name] = BAD
-                if name not in meant:                 # a misspelt key has been reported as such
-                    self.say(self.where.at(*path), f"missing key {dotted((*path, name))}",
-                             f"{path[-1]} cannot do without it, and it has no default", f"add `{name}:`")
+                if name not in meant:  # a misspelt key has been reported as such
+                    self.say(
+                        self.where.at(*path),
+                        f"missing key {dotted((*path, name))}",
+                        f"{path[-1]} cannot do without it, and it has no default",
+                        f"add `{name}:`",
+                    )
         return cls(**values)

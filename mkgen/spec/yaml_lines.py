@@ -1,9 +1,10 @@
 """YAML that remembers where everything was written.
 
-PyYAML's own constructors forget the lines and guess the types. Here the composed nodes are kept, with the text
-of every scalar as written; `typed.py` turns a text into the type that the field asks for, so that 1e-6 (a string to
-PyYAML, for want of a dot) is a float where a float is expected, and a mixer may be called `on`.
+PyYAML's own constructors forget the lines and guess the types. Here the composed nodes are kept, with the
+text of every scalar as written; `typed.py` turns a text into the type that the field asks for, so that 1e-6
+(a string to PyYAML, for want of a dot) is a float where a float is expected, and a mixer may be called `on`.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from mkgen.errors import Problem
 
 @dataclass(frozen=True)
 class Scalar:
-    """A single value. `plain` is False if it was quoted; `tag` is what YAML takes it for (str, int, null, …)."""
+    """A single value. `plain`: it was not quoted; `tag`: what YAML takes it for (str, int, null, …)."""
+
     file: str
     line: int
     text: str
@@ -31,6 +33,7 @@ class Scalar:
 @dataclass(frozen=True)
 class Seq:
     """A list."""
+
     file: str
     line: int
     items: tuple[Node, ...]
@@ -39,6 +42,7 @@ class Seq:
 @dataclass(frozen=True)
 class Entry:
     """A key's place and the value under it."""
+
     file: str
     line: int
     value: Node
@@ -47,6 +51,7 @@ class Entry:
 @dataclass(frozen=True)
 class Map:
     """A mapping, in the order of the file. Keys are always text."""
+
     file: str
     line: int
     entries: dict[str, Entry]
@@ -62,6 +67,7 @@ Node = Scalar | Seq | Map
 @dataclass
 class Where:
     """Path of a value -> the file and line in which it was written."""
+
     places: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
 
     def put(self, path: tuple[str, ...], file: str, line: int) -> None:
@@ -84,11 +90,19 @@ def read_yaml(path: str | Path) -> tuple[Node | None, list[Problem]]:
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except OSError as error:
-        return None, [Problem(file, 0, f"cannot be read: {error.strerror}", "a spec is a YAML file",
-                              "check the path")]
+        return None, [
+            Problem(file, 0, f"cannot be read: {error.strerror}", "a spec is a YAML file", "check the path")
+        ]
     except UnicodeDecodeError as error:
-        return None, [Problem(file, 1, f"is not UTF-8 text (byte {error.start})", "a spec is a YAML file in UTF-8",
-                              "save it as UTF-8")]
+        return None, [
+            Problem(
+                file,
+                1,
+                f"is not UTF-8 text (byte {error.start})",
+                "a spec is a YAML file in UTF-8",
+                "save it as UTF-8",
+            )
+        ]
     return parse_yaml(text, file)
 
 
@@ -99,17 +113,34 @@ def parse_yaml(text: str, file: str, lines: bool = True) -> tuple[Node | None, l
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = (mark.line + 1 if mark else 1) if lines else 0
-        parts = [str(part) for part in (getattr(error, "problem", None), getattr(error, "reason", None)) if part]
+        parts = [
+            str(part) for part in (getattr(error, "problem", None), getattr(error, "reason", None)) if part
+        ]
         column = f", column {mark.column + 1}" if mark else ""
         detail = parts[0] if parts else str(error).splitlines()[0]
-        return None, [Problem(file, line, f"is not valid YAML: {detail}{column}",
-                              "nothing can be read from a file that does not parse",
-                              "check indentation, colons, brackets and quotes on this line and the one before")]
+        return None, [
+            Problem(
+                file,
+                line,
+                f"is not valid YAML: {detail}{column}",
+                "nothing can be read from a file that does not parse",
+                "check indentation, colons, brackets and quotes on this line and the one before",
+            )
+        ]
     except RecursionError:
-        return None, [Problem(file, 1 if lines else 0, "is nested too deeply", "no spec needs hundreds of levels",
-                              "check for stray brackets")]
+        return None, [
+            Problem(
+                file,
+                1 if lines else 0,
+                "is nested too deeply",
+                "no spec needs hundreds of levels",
+                "check for stray brackets",
+            )
+        ]
     if root is None:
-        return None, [Problem(file, 1 if lines else 0, "is empty", "there is nothing to read", "write a value")]
+        return None, [
+            Problem(file, 1 if lines else 0, "is empty", "there is nothing to read", "write a value")
+        ]
     reader = _Reader(file, lines)
     return reader.node(root), reader.problems
 
@@ -128,8 +159,15 @@ class _Reader:
 
     def node(self, node: yaml.Node) -> Node:
         if id(node) in self._open:
-            self.problems.append(Problem(self.file, self.line(node), "contains an alias of itself",
-                                         "it would have no end", "write the value out"))
+            self.problems.append(
+                Problem(
+                    self.file,
+                    self.line(node),
+                    "contains an alias of itself",
+                    "it would have no end",
+                    "write the value out",
+                )
+            )
             return Scalar(self.file, self.line(node), "", "null", True)
         if id(node) not in self._done:
             self._open.add(id(node))
@@ -149,13 +187,25 @@ class _Reader:
         for key, value in node.value:
             line = self.line(key)
             if not isinstance(key, yaml.ScalarNode):
-                self.problems.append(Problem(self.file, line, "a key is a list or a mapping",
-                                             "keys are names", "write the key as one word"))
+                self.problems.append(
+                    Problem(
+                        self.file,
+                        line,
+                        "a key is a list or a mapping",
+                        "keys are names",
+                        "write the key as one word",
+                    )
+                )
             elif key.value in entries:
-                self.problems.append(Problem(
-                    self.file, line, f"key {key.value!r} is written twice",
-                    f"line {entries[key.value].line} gives it already, and only one of the two can be meant",
-                    "delete one of them"))
+                self.problems.append(
+                    Problem(
+                        self.file,
+                        line,
+                        f"key {key.value!r} is written twice",
+                        f"line {entries[key.value].line} gives it already, and only one can be meant",
+                        "delete one of them",
+                    )
+                )
             else:
                 entries[key.value] = Entry(self.file, line, self.node(value))
         return Map(self.file, self.line(node), entries)

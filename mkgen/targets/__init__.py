@@ -29,18 +29,18 @@ class Fact:
 
 @dataclass(frozen=True)
 class Target:
-    """What a chip can do, per TensorCore unless said otherwise. Bytes, seconds and hertz; cycles of `clock_hz`."""
+    """What a chip can do, per TensorCore unless said otherwise; in bytes, seconds, hertz and cycles."""
     name: str
     cores_per_chip: int
     chips_per_host: int
-    topologies: dict[int, str]                   # devices -> name of the topology for the ahead-of-time compiler
+    topologies: dict[int, str]                   # devices -> topology name for the ahead-of-time compiler
     vmem_bytes: int
     vmem_usable_bytes: int
     smem_bytes: int
     hbm_bytes: int
     hbm_bytes_per_s: float                       # reached, many copies outstanding
     hbm_bytes_per_s_nominal: float
-    dma_bytes_per_s: float                       # with dma_descriptor_s: time = bytes / rate + descriptors * cost
+    dma_bytes_per_s: float                       # time = bytes / dma_bytes_per_s + descriptors * the next
     dma_descriptor_s: float
     dma_latency_s: float
     clock_hz: float
@@ -75,7 +75,7 @@ class Target:
         """The smallest topology that holds `ranks` devices: its name and its number of devices."""
         fitting = [devices for devices in self.topologies if devices >= ranks]
         if not fitting:
-            raise MkgenError(f"{self.name}: {ranks} devices are more than the largest known topology, {self.max_ranks}")
+            raise MkgenError(f"{self.name}: {ranks} devices; the largest known topology has {self.max_ranks}")
         return self.topologies[min(fitting)], min(fitting)
 
     def mark(self, name: str) -> str:
@@ -90,14 +90,15 @@ def known_targets() -> tuple[str, ...]:
 
 
 def load_target(name: str) -> Target:
-    """Read a chip. Raises `UnknownChip` if there is no such file, `MkgenError` if the file is not complete."""
+    """Read a chip. Raises `UnknownChip` if there is no such file, `MkgenError` if it is not complete."""
     if name not in known_targets():
         raise UnknownChip(f"unknown chip {name!r}: {did_you_mean(name, known_targets())}")
     raw = yaml.safe_load(files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
     hints = get_type_hints(Target)
     wanted = {f.name for f in fields(Target)} - {"name", "facts"}
     if set(raw) != wanted:
-        raise MkgenError(f"{name}.yaml: missing {sorted(wanted - set(raw))}, unknown {sorted(set(raw) - wanted)}")
+        lacks, extra = sorted(wanted - set(raw)), sorted(set(raw) - wanted)
+        raise MkgenError(f"{name}.yaml: missing {lacks}, unknown {extra}")
     facts, values = {}, {}
     for key, entry in raw.items():
         if set(entry) != {"value", "mark", "source"} or entry["mark"] not in MARKS or not entry["source"]:

@@ -62,6 +62,12 @@ class QkNormRope(Op):
                 v = rope_half(v, env.positions, self.base, self.width)
             env.put(y, v.reshape(env[x].shape))
 
+    def lower(self, b):
+        norms = [None if w is None else b.vector(w) for w in (self.q_norm, self.k_norm)]
+        b.step(self, "attention", "qk", q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), q_out=b.write(self.q_out),
+               k_out=b.write(self.k_out), q_norm=norms[0], k_norm=norms[1], eps=self.eps, head_dim=self.head_dim, base=self.base,
+               width=self.width)
+
 
 @dataclass(frozen=True)
 class GqaAttention(Op):
@@ -104,6 +110,17 @@ class GqaAttention(Op):
         s = jnp.einsum("rkgd,rtkd->rkgt", q, cache[:, :, 0], precision="highest") * self.head_dim ** -0.5
         o = env.attend(s, lambda p: jnp.einsum("rkgt,rtkd->rkgd", p, cache[:, :, 1], precision="highest"))
         env.put(self.o, jnp.where(env.active[:, None], o.reshape(rows, -1), 0.0))
+
+    def lower(self, b):
+        hd, wide = self.head_dim, -(-self.head_dim // 128)
+        heads, kv_heads = b.place(self.q).width // hd, b.place(self.k).width // hd
+        keys = tuple(2 * wide * g + j for g in range(kv_heads) for j in range(wide))
+        values = tuple(2 * wide * g + wide + j for g in range(kv_heads) for j in range(wide))
+        name = open_cache(b, self, heads, 2 * wide * kv_heads, keys, values, hd ** -0.5)
+        b.step(self, "attention", "gqa_inputs", q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), head_dim=hd,
+               kv_heads=kv_heads)
+        attend(b, self, name)
+        b.step(self, "attention", "gqa_output", o=b.write(self.o), heads=heads, head_dim=hd, kv_heads=kv_heads)
 
 
 @dataclass(frozen=True)
@@ -160,3 +177,61 @@ class MlaAttention(Op):
         o = env.r(env.attend(s, lambda p: jnp.einsum("rht,rtk->rhk", p, latent, precision="highest")))
         o = jnp.einsum("rhk,khv->rhv", o, env.w(self.v_up).reshape(self.kv_rank, self.heads, self.v_dim), precision="highest")
         env.put(self.o, jnp.where(env.active[:, None], o.reshape(rows, -1), 0.0))
+
+    def lower(self, b):
+        heads, blocks = b.place(self.q).width // (self.nope_dim + self.rope_dim), -(-(self.kv_rank + self.rope_dim) // 128)
+        name = open_cache(b, self, heads, blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))),
+                          (self.nope_dim + self.rope_dim) ** -0.5)
+        k_up, _ = b.block(self.k_up.name, (self.k_up,))
+        b.step(self, "attention", "mla_inputs", q=b.read(self.q, "bf16"), latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32"),
+               k_up=k_up, heads=heads, nope_dim=self.nope_dim)
+        b.close()
+        attend(b, self, name)
+        v_up, _ = b.block(self.v_up.name, (self.v_up,))
+        b.step(self, "attention", "mla_output", o=b.write(self.o), v_up=v_up, heads=heads, v_dim=self.v_dim)
+
+
+def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale: float) -> str:
+    """Declares a cache of `blocks` x 128 features a token with its ring of tiles, and starts the first tiles early."""
+    tile, slots, name = b.build.kv_tile, b.build.kv_slots, op.state.replace(".", "_")
+    cache = b.state(op.states()[0], ("rows", blocks, b.build.context // 2, 128), "u32", "positional cache, two tokens a word")
+    heads_padded = -(-heads // 8) * 8
+    b.buffer(f"{name}_tiles", (slots, blocks, tile // 2, 128), "u32", "tiles of the cache, one a slot")
+    b.buffer(f"{name}_token", (blocks, 8, 128), "u32", "the new token of each row")
+    b.buffer(f"{name}_word", ("rows", blocks, 1, 128), "u32", "its words, to be written back")
+    b.buffer(f"{name}_queries", (8, heads_padded, len(keys) * 128), "bf16", "queries")
+    b.buffer(f"{name}_mixed", (8, heads_padded, len(values) * 128), "f32", "weighed values")
+    b.semaphores(f"{name}_tile_sem", (slots,), "one a tile slot")
+    b.semaphores(f"{name}_word_sem", ("rows",), "new words out")
+    items = b.max_rows * (b.build.context // tile) + slots // 2 - 1
+    b.buffer("kv_items", (items,), "i32", "row << 16 | tile of every tile to be read", space="smem")
+    b.buffer("kv_count", (1,), "i32", "how many", space="smem")
+    b.transfer(f"{name}_tile_copy", ("m", "index", "i"),
+               f"{cache}.at[index, row, :, pl.ds(pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2), KV_TILE // 2), :]",
+               f"m.{name}_tiles.at[slot]", f"m.{name}_tile_sem.at[slot]", blocks * tile // 2 * 512, "Tile of item i, into its slot.",
+               setup=("slot = lax.rem(i, KV_SLOTS)", "row, tile = kv_item(m, i)"), reads=(cache[2:],), writes=(f"{name}_tiles",))
+    b.transfer(f"{name}_word_copy", ("m", "index", "row"), f"m.{name}_word.at[row]",
+               f"{cache}.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]", f"m.{name}_word_sem.at[row]", blocks * 512,
+               "The words of the row's new token, back into the cache.", reads=(f"{name}_word",), writes=(cache[2:],))
+    b.start_early_loop(f"{name}_tile_copy", "i", "jnp.minimum(m.kv_count[0], KV_SLOTS)", "m", "index", "i", bound=slots)
+    b.step(op, "attention", "cache", name=name, keys=keys, values=values, scale=scale)
+    return name
+
+
+def attend(b, op, name: str) -> None:
+    """The loop over all tiles: wait, append the new token where it falls, compute, refill the slots."""
+    batch, count = b.build.kv_slots // 2, "m.kv_count[0]"
+    trips = f"lax.div({count} + KV_BATCH - 1, KV_BATCH)"
+    b.close()
+    with b.loop(f"{name}_batch", "batch", trips, carry="running", init="empty_softmax(kv)",
+                bound=b.max_rows * b.build.context // b.build.kv_tile // batch + b.max_rows):
+        for j in range(batch):
+            b.step(op, "attention", "item", j=j)
+            b.wait(f"{name}_tile_copy", "m", "index", "i", when=f"i < {count}")
+            b.step(op, "attention", "append", when="kv_newest(m, i)")
+            b.start(f"{name}_word_copy", "m", "index", "kv_item(m, i)[0]", when="kv_newest(m, i)")
+        b.step(op, "attention", "attend")
+        for j in range(batch):
+            b.step(op, "attention", "item", j=j)
+            b.start(f"{name}_tile_copy", "m", "index", "i + KV_SLOTS", when=f"i + KV_SLOTS < {count}")
+    b.wait_late(f"{name}_word_copy", "m", "index", "row", when="m.positions[row] >= 0", rows=True)

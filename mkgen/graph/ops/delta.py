@@ -52,6 +52,25 @@ class ShortConv(Op):
             env.put(v, y[:, at:at + v.width])
             at += v.width
 
+    def lower(self, b):
+        width = sum(b.place(x).width for x in self.xs)
+        window = b.state(self.states()[0], (self.taps - 1, 8, width), "f32", "last inputs of the convolution, oldest first")
+        held = b.buffer(self.state + "_now", (self.taps - 1, 8, width), "f32", "the window of this layer")
+        read, write = f"{held}_read", f"{held}_write"
+        b.semaphores(read + "_sem", (), "window in")
+        b.semaphores(write + "_sem", (), "window out")
+        size = 8 * (self.taps - 1) * width * 4
+        b.transfer(read, ("m", "index"), f"{window}.at[index]", f"m.{held}", f"m.{read}_sem", size,
+                   "The layer's convolution window, in.", reads=(window[2:],), writes=(held,))
+        b.transfer(write, ("m", "index"), f"m.{held}", f"{window}.at[index]", f"m.{write}_sem", size,
+                   "The layer's convolution window, out.", reads=(held,), writes=(window[2:],))
+        b.start_early(read, "m", "index")
+        b.wait(read, "m", "index")
+        y = b.join(self.ys, self.name)
+        b.step(self, "delta", "short_conv", x=b.columns(self.xs), window=f"m.{held}", y=y, w=b.vector(*self.ws), taps=self.taps, width=width)
+        b.start(write, "m", "index")
+        b.wait_late(write, "m", "index")
+
 
 @dataclass(frozen=True)
 class DeltaRule(Op):
@@ -110,6 +129,33 @@ class DeltaRule(Op):
         o = jnp.sum(s * q[..., None], axis=2).reshape(rows, -1)
         env.put(self.o, jnp.where(env.active[:, None], o, 0.0))
 
+    def lower(self, b):
+        hd = self.head_dim
+        heads = b.place(self.q).width // hd
+        matrix = b.state(self.states()[0], ("rows", heads, hd, hd), "f32", "recurrent matrix [key, value] of each row and head")
+        held = b.buffer(self.state + "_now", ("rows", heads, hd, hd), "f32", "the recurrent matrices of this layer")
+        inputs = b.buffer(self.name + "_in", (8, 5 * heads * hd), "f32", "q | k | decay | v | beta, a head after another")
+        read, write = f"{held}_read", f"{held}_write"
+        b.semaphores(read + "_sem", ("rows",), "a row's matrices in")
+        b.semaphores(write + "_sem", ("rows",), "a row's matrices out")
+        size, here = heads * hd * hd * 4, "m.positions[row] >= 0"
+        b.transfer(read, ("m", "index", "row"), f"{matrix}.at[index, row]", f"m.{held}.at[row]", f"m.{read}_sem.at[row]", size,
+                   "A row's recurrent matrices, in.", reads=(matrix[2:],), writes=(held,))
+        b.transfer(write, ("m", "index", "row"), f"m.{held}.at[row]", f"{matrix}.at[index, row]", f"m.{write}_sem.at[row]", size,
+                   "A row's recurrent matrices, out.", reads=(held,), writes=(matrix[2:],))
+        b.start_early(read, "m", "index", "row", when=here, rows=True)
+        o = b.write(self.o)
+        rows = b.buffer(self.name + "_rows", (8, heads * hd), "f32", "output of the delta rule, before it is rounded")
+        b.step(self, "delta", "prepare", q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), z=b.read(self.z, "f32"),
+               beta=b.read(self.beta, "f32"), a=b.vector(self.a), dt_bias=b.vector(self.dt_bias), inputs=f"m.{inputs}", out=f"m.{rows}",
+               heads=heads, head_dim=hd, floor=self.floor, eps=self.qk_eps)
+        with b.loop(f"{rows}_step", "row", "m.rows"):
+            b.wait(read, "m", "index", "row", when=here)
+            b.step(self, "delta", "row", when=here, inputs=f"m.{inputs}", matrix=f"m.{held}", out=f"m.{rows}", heads=heads, head_dim=hd)
+            b.start(write, "m", "index", "row", when=here)
+        b.step(self, "delta", "finish", o=o, out=f"m.{rows}")
+        b.wait_late(write, "m", "index", "row", when=here, rows=True)
+
 
 @dataclass(frozen=True)
 class GatedNorm(Op):
@@ -145,3 +191,7 @@ class GatedNorm(Op):
         x = env[self.x].reshape(env.rows, -1, self.head_dim)
         n = env.r(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * env.w(self.w))
         env.put(self.y, n.reshape(env.rows, -1) * env.r(jax.nn.sigmoid(env[self.g])))
+
+    def lower(self, b):
+        b.step(self, "delta", "gated_norm", x=b.read(self.x, "f32"), g=b.read(self.g, "f32"), y=b.write(self.y), w=b.vector(self.w),
+               head_dim=self.head_dim, eps=self.eps)

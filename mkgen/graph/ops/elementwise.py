@@ -104,7 +104,7 @@ class GatedActivation(Op):
 
     def lower(self, b):
         b.step(self, "elementwise", "gated_activation", gate=b.read(self.gate, "f32"), up=b.read(self.up, "f32"), y=b.write(self.y),
-               act=self.act)
+               activation=b.activation(self.act))
 
 
 @dataclass(frozen=True)

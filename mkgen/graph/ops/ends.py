@@ -13,7 +13,6 @@ class Embed(Op):
     """x = table[token]; the table is split by vocabulary, a row outside the rank's part is zero, so x is a partial sum."""
     x: Value
     table: Weight
-    snapshots: Value | None
     kind = "embed"
     rounds = "none: rows are copied"
 
@@ -34,7 +33,40 @@ class Embed(Op):
         env.put(self.x, jnp.where(env.active[:, None], x, 0.0))
 
     def lower(self, b):
-        b.embed(self)
+        vocab, hidden = self.table.shape
+        run = -(-vocab // b.ranks)
+        words = b.embedding(self.table, run)
+        b.buffer("embed_words", (words, "rows", 128), "u32", "embedding rows, two features a word")
+        b.semaphores("embed_sem", (), "embedding rows")
+        b.transfer("embed_copy", ("m", "row"), "m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]",
+                   "m.embed_words.at[:, row, :]", "m.embed_sem", words * 512, "The embedding row of row's token.",
+                   reads=("embedding",), writes=("embed_words",))
+        with b.loop("embed_rows", "row", "m.rows", unroll=True):
+            b.start("embed_copy", "m", "row", when="embed_here(m, row)")
+        with b.loop("embed_rows", "row", "m.rows", unroll=True):
+            b.wait("embed_copy", "m", "row", when="embed_here(m, row)")
+        b.step(self, "ends", "embed", x=b.write(self.x), hidden=hidden)
+
+
+@dataclass(frozen=True)
+class Enter(Op):
+    """The residual stream begins: running = r(x)."""
+    x: Value
+    running: Value
+    kind = "enter"
+    rounds = "running"
+
+    def inputs(self):
+        return (self.x,)
+
+    def outputs(self):
+        return (self.running,)
+
+    def meaning(self, env):
+        env.put(self.running, env[self.x])
+
+    def lower(self, b):
+        b.step(self, "ends", "enter", x=b.read(self.x, "f32"), y=b.write(self.running))
 
 
 @dataclass(frozen=True)
@@ -60,4 +92,11 @@ class Greedy(Op):
         env.values[self.token.name] = jnp.argmax(env[self.logits], axis=-1).astype(jnp.int32)
 
     def lower(self, b):
-        b.greedy(self)
+        run = -(-self.logits.width // b.ranks)
+        b.close()
+        b.step(self, "ends", "greedy_local", logits=b.ref(self.logits), run=run, vocab=self.logits.width)
+        for factor, size, _ in b.mesh.stages:
+            b.collective("greedy", "start", factor, ("top", "token"), (size - 1) * 1024)
+            b.collective("greedy", "finish", factor, (), (size - 1) * 1024)
+        b.buffer("token", (8, 128), "i32", "the greedy token of each row, on every lane", space="out")
+        b.step(self, "ends", "greedy_store")

@@ -54,6 +54,12 @@ class Route(Op):
         if self.top_k < self.experts:
             env.note(self.name, chosen, (gap - jnp.take_along_axis(pick, order[:, self.top_k:self.top_k + 1], 1))[:, 0])
 
+    def lower(self, b):
+        route = b.write(self.route)
+        b.step(self, "experts", "route", logits=b.read(self.logits, "f32"), bias=None if self.bias is None else b.vector(self.bias),
+               route=route.ref, experts=self.experts, top_k=self.top_k, score=self.score, renorm=self.renorm, scale=self.scale)
+        b.close()
+
 
 @dataclass(frozen=True)
 class RoutedExperts(Op):
@@ -94,3 +100,31 @@ class RoutedExperts(Op):
             h = env.r(activate(self.act, g, u))
             y += route[:, e:e + 1] * jnp.dot(h, env.expert(self.down, e), precision="highest")
         env.put(self.y, y)
+
+    def lower(self, b):
+        image = b.expert_image(self)
+        slots, rows = b.build.expert_slots, b.max_rows * self.top_k
+        b.buffer("expert_slot", (slots, image.rows, 128), "u32", "experts, one a slot")
+        b.semaphores("expert_sem", (slots,), "one an expert slot")
+        b.buffer("expert_ids", (min(image.local_experts, rows),), "i32", "local ids of the distinct experts of this step", space="smem")
+        b.buffer("expert_count", (1,), "i32", "how many", space="smem")
+        b.buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
+        b.buffer("expert_gate_up", (8, 2 * image.width_padded), "f32", "gate | up of one expert")
+        for name, k in (("expert_x", image.k), ("expert_h", image.down.k)):
+            shape = (-(-k // 256), 64, 256) if image.format == "mxfp4" else (8, k)
+            b.buffer(name, shape, "bf16", "left operand of an expert's matrices" + (", block-diagonal" if len(shape) == 3 else ""))
+        b.transfer("expert_copy", ("m", "index", "i"), "m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]]", "m.expert_slot.at[slot]",
+                   "m.expert_sem.at[slot]", image.rows * 512, "Number i of the layer's list of experts, into its slot.",
+                   setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=("experts",), writes=("expert_slot",))
+        count = "m.expert_count[0]"
+        with b.after(b.maker(self.route)):
+            with b.loop("first_experts", "i", f"jnp.minimum({count}, EXPERT_SLOTS)", bound=slots):
+                b.step(self, "experts", "take")
+                b.start("expert_copy", "m", "index", "i")
+        y = b.write(self.y, width=image.down.panels * 128, dtype="f32")
+        b.step(self, "experts", "begin", x=b.read(self.x, "bf16"), y=y.ref, mxfp4=image.format == "mxfp4")
+        b.step(self, "experts", "take_rest", slots="EXPERT_SLOTS")
+        with b.loop("routed_expert", "i", count, bound=min(image.local_experts, rows)):
+            b.wait("expert_copy", "m", "index", "i")
+            b.step(self, "experts", "expert", route=b.ref(self.route), y=y.ref, image=image, activation=b.activation(self.act))
+            b.start("expert_copy", "m", "index", "i + EXPERT_SLOTS", when=f"i + EXPERT_SLOTS < {count}")

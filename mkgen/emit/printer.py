@@ -1,0 +1,68 @@
+"""Prints region trees as Python. A step's text comes from its macro; starts, waits, loops and branches are printed here."""
+from __future__ import annotations
+
+from jinja2 import Environment
+
+from mkgen.plan.plan import Plan
+from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait, advances
+
+INDENT = "    "
+
+
+class Printer:
+    def __init__(self, env: Environment, plan: Plan):
+        self.env, self.plan = env, plan
+        self.op = None
+
+    def region(self, seq: Seq, depth: int = 1) -> str:
+        self.op = None
+        return "\n".join(self.nodes(seq.nodes, depth))
+
+    def nodes(self, nodes: tuple[Node, ...], depth: int) -> list[str]:
+        out: list[str] = []
+        for node in nodes:
+            out += self.node(node, depth)
+        return out
+
+    def node(self, node: Node, depth: int) -> list[str]:
+        pad = INDENT * depth
+        if isinstance(node, Step):
+            return self.step(node, depth)
+        if isinstance(node, (Start, Wait)):
+            call = f"{node.transfer}({', '.join(node.args)}).{'start' if isinstance(node, Start) else 'wait'}()"
+            return self.guarded(call, node.when, pad)
+        if isinstance(node, Advance):
+            return [f"{pad}g = g + 1"]
+        if isinstance(node, Collective):
+            args = ", ".join(("m", node.factor.upper(), *node.args))
+            target = "top, token = " if (node.kind, node.part) == ("greedy", "finish") else ""
+            return [f"{pad}{target}{node.kind}_{node.part}({args})"]
+        if isinstance(node, Loop):
+            return self.loop(node, depth)
+        if isinstance(node, Seq):
+            return self.nodes(node.nodes, depth)
+        raise TypeError(f"no text for {node}")
+
+    def guarded(self, call: str, when: str | None, pad: str) -> list[str]:
+        if when is None:
+            return [pad + call]
+        return [f"{pad}@pl.when({when})", f"{pad}def _():", f"{pad}{INDENT}{call}", ""]
+
+    def step(self, node: Step, depth: int) -> list[str]:
+        pad = INDENT * depth
+        template = self.env.get_template(f"ops/{node.template}.py.j2")
+        text = getattr(template.make_module({"plan": self.plan}), node.macro)(**node.args)
+        head = [] if node.op == self.op else ["", f"{pad}# -- {node.op}"]
+        self.op = node.op
+        return head + [pad + line if line.strip() else "" for line in text.strip("\n").split("\n")]
+
+    def loop(self, node: Loop, depth: int) -> list[str]:
+        pad, tape = INDENT * depth, any(advances(n) for n in node.body)
+        if node.unroll:
+            return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
+        carry = "g" if tape else node.carry or "_"
+        body = self.nodes(node.body, depth + 1)
+        doc = [f"{pad}{INDENT}# {node.doc}"] if node.doc else []
+        last = [] if carry == "_" else [f"{pad}{INDENT}return {carry}"]
+        call = f"lax.fori_loop(0, {node.trips}, {node.name}, {node.init or ('g' if tape else 'None')})"
+        return ["", f"{pad}def {node.name}({node.var}, {carry}):", *doc, *body, *last, "", f"{pad}{'' if carry == '_' or not tape else 'g = '}{call}"]

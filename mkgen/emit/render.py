@@ -1,0 +1,85 @@
+"""plan -> source text: one kernel module and its face, printed from the templates."""
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from mkgen.emit.printer import Printer
+from mkgen.plan.plan import Plan
+from mkgen.plan.regions import Buffer, Step, walk
+
+SPACES = {"smem": "pltpu.SMEM", "any": "pl.ANY"}
+
+
+def template_dir() -> Path:
+    """The templates: inside the installed package, or beside it in a checkout."""
+    packaged = Path(str(files("mkgen"))) / "templates"
+    return packaged if packaged.is_dir() else packaged.parent.parent / "templates"
+
+
+def environment() -> Environment:
+    return Environment(loader=FileSystemLoader(template_dir()), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+                       keep_trailing_newline=True)
+
+
+def shape_text(b: Buffer) -> str:
+    dims = ", ".join(str(s) for s in b.shape)
+    return f"({dims},)" if len(b.shape) == 1 else f"({dims})"
+
+
+def place_text(b: Buffer) -> str:
+    if b.space == "dma_sem":
+        return f"dma({shape_text(b)})" if b.shape else "dma"
+    return f"{b.space}({shape_text(b)}, {b.dtype})"
+
+
+def libraries(plan: Plan) -> list[str]:
+    """Helper sections that the plan's steps call, in a fixed order."""
+    kinds = {op.kind for sub in plan.graph.sublayers() for op in sub.ops}
+    wanted = (("delta", {"short_conv", "delta_rule"}), ("attention", {"gqa_attention", "mla_attention"}), ("experts", {"routed_experts"}))
+    return [name for name, needs in wanted if kinds & needs]
+
+
+def render_kernel(plan: Plan) -> str:
+    env = environment()
+    spec = plan.spec
+    buffers = list(plan.buffers.values())
+    used = [t for t in plan.transfers.values()]
+    order = {"begin": 0, "mixer": 1, "ffn": 2, "end": 3}
+    regions = sorted(plan.regions.values(), key=lambda r: order[r.role])
+    vocab = spec.model.vocab
+    names = [("tokens", SPACES["smem"], "token id of each row"),
+             ("positions", SPACES["smem"], "position of each row; -1: inactive"),
+             ("chunks", SPACES["smem"], "first row and rows of each chunk of the tape"),
+             ("facts", SPACES["smem"], "per-layer data, FACTS words a layer"),
+             ("tape", SPACES["any"], f"u32 [{plan.tape_rows}, 128]"),
+             *([("experts", SPACES["any"], f"u32 [{plan.experts.layers * plan.experts.local_experts}, {plan.experts.rows}, 128]")]
+               if plan.experts else []),
+             ("embedding", SPACES["any"], f"u32 [{plan.embed_rows}, 128]")]
+    missing = [any(run[i] is None for run in plan.graph.layers) for i in (0, 1)]
+    kinds = [list(plan.graph.mixers) + ["no_sublayer"] * missing[0], list(plan.graph.ffns) + ["no_sublayer"] * missing[1]]
+    kv = spec.model.mixers.values()
+    attention = {type(a).__name__.lower() for a in kv} | {"rope" for a in kv if getattr(a, "rope", None)}
+    attention |= {"qk_norm" for a in kv if getattr(a, "qk_norm", None)}
+    acts = {f.activation.kind for f in spec.model.ffns.values()}
+    text = env.get_template("kernel.py.j2").render(
+        plan=plan, printer=Printer(env, plan), regions=regions, transfers=used, libs=libraries(plan), attention=attention, kv_batch=max(1, spec.build.kv_slots // 2), activations=acts,
+        embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
+        has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1], none_kinds=any(missing),
+        state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],
+        scratch_buffers=[b for b in buffers if b.space in ("vmem", "smem", "dma_sem")], shape=shape_text, place=place_text,
+        vmem_limit=plan.target.vmem_bytes)
+    return tidy(text)
+
+
+def tidy(text: str) -> str:
+    """No trailing blanks, at most two blank lines, one newline at the end."""
+    out: list[str] = []
+    for line in (l.rstrip() for l in text.split("\n")):
+        if line or out[-2:] != ["", ""]:
+            out.append(line)
+    return "\n".join(out).strip("\n") + "\n"

@@ -1,0 +1,73 @@
+"""The expert image: one routed expert of a rank (gate, up, down, and their scales) as one run of u32 rows."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkgen.plan.shard import round_up
+from mkgen.plan.tape import LANES, ROW_BYTES
+
+GROUP = 32                               # K rows that share one scale
+CODES = {"bf16": (2, 16), "mxfp4": (8, GROUP)}      # values a word; K must be a multiple of
+
+
+@dataclass(frozen=True)
+class Section:
+    """One matrix [k, 128 panels] of the expert: its codes from row `at`, its scales (if any) from row `scales_at`."""
+    at: int
+    k: int
+    panels: int
+    panel_rows: int
+    scales_at: int
+    scale_rows: int                      # a panel
+
+
+@dataclass(frozen=True)
+class ExpertImage:
+    """gate | up [k, 2 width_padded], then down [width_k, out_padded]; sections padded to 8 rows.
+
+    u32[layers * local_experts, rows, 128] a rank: expert e of layer l on ranks of its group is l * local_experts + e - first."""
+    format: str
+    layers: int
+    experts: int
+    local_experts: int
+    tensor_parallel: int
+    k: int
+    width: int                           # hidden width of the expert on this rank
+    out: int
+    up: Section
+    down: Section
+    rows: int
+    weights: tuple[str, str, str]        # gate, up, down
+
+    @property
+    def width_padded(self) -> int:
+        return round_up(self.width, LANES)
+
+    @property
+    def bytes(self) -> int:
+        return self.layers * self.local_experts * self.rows * ROW_BYTES
+
+    @property
+    def true_bytes(self) -> int:
+        """Of one expert: codes and scales, no padding."""
+        weights = self.k * 2 * self.width + self.width * self.out
+        return weights * 2 if self.format == "bf16" else weights // 2 + weights // GROUP
+
+
+def plan_experts(fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, k: int, width: int, out: int,
+                 weights: tuple[str, str, str]) -> ExpertImage:
+    """The image of a kind of routed experts; k, out: whole widths; width: the whole hidden width of one expert."""
+    per_word, unit = CODES[fmt]
+    local = width // tensor_parallel
+    if k % unit:
+        raise ValueError(f"an expert's input width {k} is not a multiple of {unit} ({fmt})")
+    row = 0
+    sections = []
+    for depth, panels in ((k, 2 * round_up(local, LANES) // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):
+        at, row = row, round_up(row + panels * depth // per_word, 8)
+        scale_rows, scales_at = 0, row
+        if fmt == "mxfp4":
+            scale_rows = -(-depth // (4 * GROUP))
+            row = round_up(row + panels * scale_rows, 8)
+        sections.append(Section(at, depth, panels, depth // per_word, scales_at, scale_rows))
+    return ExpertImage(fmt, layers, experts, experts // expert_parallel, tensor_parallel, k, local, out, *sections, row, weights)

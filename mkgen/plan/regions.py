@@ -1,0 +1,134 @@
+"""The region tree: what a plan is made of. Sequence, loop, branch, step, and the starts and waits of transfers.
+
+The emitter prints these nodes in order; the checker walks them. Expressions (trip counts, arguments, predicates) are Python
+source over the names that the generated function has in scope: `m` (all refs), `g` (the next chunk of the tape), `layer`,
+`index` (how many earlier layers had the same kind) and the variables of enclosing loops.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named place. `shape` entries may be 'rows' (real rows of the variant). space: vmem | smem | hbm | dma_sem | barrier."""
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    space: str
+    purpose: str
+    remote: bool = False                 # written by peers: symmetric and never aliased
+
+    def dims(self, rows: int) -> tuple[int, ...]:
+        return tuple(rows if s == "rows" else int(s) for s in self.shape)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One asynchronous copy, printed as a function of `params`: its start and its wait rebuild the same descriptor."""
+    name: str
+    params: tuple[str, ...]
+    source: str
+    target: str
+    semaphore: str
+    bytes: int
+    doc: str
+    setup: tuple[str, ...] = ()          # lines before the descriptor
+    reads: tuple[str, ...] = ()          # buffers
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work: a macro of templates/ops/<template>.py.j2 with its arguments."""
+    op: str
+    template: str
+    macro: str
+    args: dict
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    transfer: str
+    args: tuple[str, ...]
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Wait:
+    transfer: str
+    args: tuple[str, ...]
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Advance:
+    """The chunk at `g` has been read for the last time: its slot is free, g moves on."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One stage of an exchange over a mesh factor; `part` is start or finish."""
+    kind: str                            # reduce | gather
+    part: str
+    factor: str
+    args: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """`for var in range(trips)`. trips is a literal, or an expression with `bound` as its largest value."""
+    name: str
+    var: str
+    trips: str
+    body: tuple["Node", ...]
+    doc: str = ""
+    bound: int | None = None
+    unroll: bool = False
+    carry: str | None = None             # a value carried from trip to trip (the tape's g is carried without being named)
+    init: str | None = None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Runs the case whose index `selector` gives; every case advances the tape by its own number of chunks."""
+    selector: str
+    cases: tuple[tuple[str, "Seq"], ...]
+
+
+@dataclass(frozen=True)
+class Seq:
+    nodes: tuple["Node", ...] = field(default_factory=tuple)
+
+
+Node = Union[Step, Start, Wait, Advance, Collective, Loop, Branch, Seq]
+
+
+def walk(node):
+    """All nodes below, in order."""
+    yield node
+    if isinstance(node, Seq):
+        for n in node.nodes:
+            yield from walk(n)
+    elif isinstance(node, Loop):
+        for n in node.body:
+            yield from walk(n)
+    elif isinstance(node, Branch):
+        for _, case in node.cases:
+            yield from walk(case)
+
+
+def advances(node) -> int:
+    """Chunks of the tape that a region consumes; a loop that consumes any has a literal trip count."""
+    if isinstance(node, Advance):
+        return 1
+    if isinstance(node, Seq):
+        return sum(advances(n) for n in node.nodes)
+    if isinstance(node, Loop):
+        inside = sum(advances(n) for n in node.body)
+        return inside * int(node.trips) if inside else 0
+    return 0

@@ -1,0 +1,134 @@
+"""The tape: how every statically known weight lies in HBM as rows of 128 words, block after block, in order of use.
+
+A block's shape depends on matrix, format and sharding only. Two layouts: 'panels' (128 output columns on lanes, K down the
+rows) and 'lanes' (K on lanes, columns down the rows), the second for widths that are no multiple of 128.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkgen.plan.shard import round_up
+
+LANES = 128
+ROW_BYTES = 512
+DESCRIPTOR_BYTES = 157_000               # what the HBM delivers while one more descriptor is handled: 49 ns at 3.2 TB/s
+
+
+@dataclass(frozen=True)
+class Part:
+    """One weight family inside a matrix: its local width (the columns it fills)."""
+    weight: str
+    width: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The rank's [k, n] of one or several families side by side, cut into k_blocks x n_blocks blocks of one shape."""
+    name: str
+    parts: tuple[Part, ...]
+    layout: str                          # panels | lanes
+    k: int
+    n: int
+    k_padded: int
+    n_padded: int
+    block_k: int
+    block_n: int
+    whole: bool                          # every rank holds all of it
+
+    @property
+    def k_blocks(self) -> int:
+        return self.k_padded // self.block_k
+
+    @property
+    def n_blocks(self) -> int:
+        return self.n_padded // self.block_n
+
+    @property
+    def blocks(self) -> int:
+        return self.k_blocks * self.n_blocks
+
+    @property
+    def block_rows(self) -> int:
+        """u32 rows of one block: two bf16 a word."""
+        return self.block_k * self.block_n // (2 * LANES)
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.block_rows
+
+    @property
+    def true_bytes(self) -> int:
+        return 2 * self.k * self.n
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int) -> Matrix:
+    """The cheapest layout and block shape: bytes with padding, plus what the descriptors cost. k, widths: the rank's own."""
+    n = sum(p.width for p in parts)
+    found: list[tuple[float, Matrix]] = []
+
+    def offer(layout: str, k_padded: int, n_padded: int, block_k: int, block_n: int) -> None:
+        m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole)
+        if m.block_rows <= slot_rows and m.block_rows % 8 == 0:
+            narrow = 1.05 if block_n < 2 * LANES and layout == "panels" else 1.0     # half of a 256-wide MXU stands idle
+            found.append((m.rows * ROW_BYTES * narrow + m.blocks * DESCRIPTOR_BYTES, m))
+
+    k16 = round_up(k, 16)
+    k_cuts = [k16 // d for d in divisors(max(k16 // LANES, 1)) if d == 1 or (k16 % (LANES * d) == 0)]
+    panels = round_up(n, LANES) // LANES
+    for extra in range(0, max(1, panels // 32) + 1):
+        for wide in divisors(panels + extra):
+            for block_k in k_cuts:
+                offer("panels", k16, (panels + extra) * LANES, block_k, wide * LANES)
+    if k % LANES == 0 and n % LANES:
+        n16 = round_up(n, 16)
+        for cut in divisors(k // LANES):
+            offer("lanes", k, n16, k // cut, n16)
+    if not found:
+        raise ValueError(f"{name}: no block of [{k}, {n}] fits a ring slot of {slot_rows * ROW_BYTES} bytes")
+    return min(found, key=lambda f: (f[0], f[1].blocks, f[1].block_n))[1]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What lies at `row` of a chunk: a block of a matrix (`block` counts n outer, k inner), or a vector's rows."""
+    name: str
+    row: int
+    rows: int
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of whole blocks that is copied at once."""
+    entries: tuple[Entry, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(e.rows for e in self.entries)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A family stored as rows of 128 lanes, each of `lines` rows padded to whole lanes; all padded to 8 u32 rows."""
+    name: str
+    weights: tuple[str, ...]
+    lines: int
+    width: int                           # local elements a line
+    dtype: str
+    whole: bool
+
+    @property
+    def lane_rows(self) -> int:
+        return self.lines * (-(-self.width // LANES))
+
+    @property
+    def rows(self) -> int:
+        return round_up(self.lane_rows if self.dtype == "f32" else -(-self.lane_rows // 2), 8)
+
+    @property
+    def true_bytes(self) -> int:
+        return self.lines * self.width * (4 if self.dtype == "f32" else 2)

@@ -1,0 +1,338 @@
+"""Checks of how the model is to be built: whether it can be split, stored and scheduled as asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from mkgen.errors import did_you_mean
+from mkgen.spec.bad import BAD
+from mkgen.spec.checks_roles import is_unsure, known_tensors
+from mkgen.spec.model import Gqa, Mlp, Moe
+
+if TYPE_CHECKING:
+    from mkgen.spec.validate import Checker
+
+FACTORS = ("host", "chip", "core")  # outermost first: the order of the ranks
+FORMATS = ("bf16", "mxfp4")
+GROUP = 32  # weights that share one scale in mxfp4
+MAX_ROWS = 8  # what one pass of the matrix unit takes for free
+TILE_ROWS = 16  # rows of a bf16 tile in memory
+
+
+def mesh(c: Checker) -> None:
+    """The mesh is one that the chip comes in; if not, nothing that depends on its ranks is judged."""
+    before = len(c.problems)
+    c.run(_mesh)
+    if len(c.problems) > before:
+        c.ranks = BAD
+
+
+def _mesh(c: Checker) -> None:
+    factors, path = c.build.mesh, ("build", "mesh")
+    if not factors:
+        c.say(
+            path,
+            "build.mesh is empty",
+            "a program runs on at least one core",
+            "write, for instance, `mesh: {core: 1}`",
+        )
+        return
+    known = [name for name in factors if name in FACTORS]
+    for name in factors:
+        if name not in FACTORS:
+            c.say(
+                (*path, name),
+                f"unknown mesh factor {name!r}",
+                "a factor is a level of the machine",
+                did_you_mean(name, FACTORS),
+            )
+    if known != sorted(known, key=FACTORS.index):
+        c.say(
+            path,
+            f"mesh factors in the order {', '.join(known)}",
+            "ranks are numbered with the outermost factor first",
+            f"write them as {', '.join(sorted(known, key=FACTORS.index))}",
+        )
+    most = {"host": c.target.max_hosts, "chip": c.target.chips_per_host, "core": c.target.cores_per_chip}
+    noun = {
+        "host": "the largest known topology has {} host(s)",
+        "chip": "a host has {} chip(s)",
+        "core": "a chip has {} core(s)",
+    }
+    for name in known:
+        if most[name] is BAD or factors[name] is BAD:
+            continue
+        if factors[name] > most[name]:
+            c.say(
+                (*path, name),
+                f"mesh factor {name}: {factors[name]} is more than a {c.build.chip} has",
+                noun[name].format(most[name]),
+                f"make it at most {most[name]}",
+            )
+        elif name == "host" and factors[name] > 1:
+            c.run(_whole_hosts)
+    if len(known) == len(factors) and all(factors[name] <= most[name] for name in known):
+        if c.build.ranks > c.target.max_ranks:
+            c.say(
+                path,
+                f"a mesh of {c.build.ranks} ranks",
+                f"the largest known topology has {c.target.max_ranks} devices",
+                "make the mesh smaller",
+            )
+
+
+def _whole_hosts(c: Checker) -> None:
+    want = {"chip": c.target.chips_per_host, "core": c.target.cores_per_chip}
+    if any(c.build.mesh.get(name, 1) < size for name, size in want.items()):
+        c.say(
+            ("build", "mesh"),
+            "a mesh of several hosts that uses only part of each",
+            "a topology of several hosts consists of whole hosts",
+            f"write chip: {want['chip']}, core: {want['core']}, or use one host",
+        )
+
+
+def parallel(c: Checker) -> None:
+    product = c.build.expert_parallel * c.build.tensor_parallel
+    if product != c.ranks:
+        c.say(
+            ("build", "expert_parallel"),
+            f"expert_parallel {c.build.expert_parallel} x tensor_parallel {c.build.tensor_parallel}"
+            f" is {product}, the mesh has {c.ranks} ranks",
+            "every rank holds one share of the experts",
+            f"choose two factors of {c.ranks}",
+        )
+
+
+def heads(c: Checker) -> None:
+    """Ranks own whole heads; a key/value head is either owned, or copied to all the ranks that read it."""
+    for name, kind in c.each("mixers"):
+        c.run(_heads, name, kind, c.ranks)
+
+
+def _heads(c: Checker, name: str, kind, ranks: int) -> None:
+    path = ("model", "mixers", name)
+    if kind.heads % ranks:
+        c.say(
+            (*path, "heads"),
+            f"{kind.heads} heads cannot be split over {ranks} ranks",
+            "every rank owns whole heads",
+            f"use a mesh whose ranks divide {kind.heads}",
+        )
+    elif isinstance(kind, Gqa) and kind.heads % kind.kv_heads == 0:
+        few, many = sorted((kind.kv_heads, ranks))
+        if many % few:
+            c.say(
+                (*path, "kv_heads"),
+                f"{kind.kv_heads} kv_heads do not fit {ranks} ranks",
+                "a rank's query heads would read parts of different key/value heads",
+                "use a mesh whose ranks divide kv_heads, or are a multiple of them",
+            )
+
+
+def experts(c: Checker) -> None:
+    for name, kind in c.each("ffns"):
+        if isinstance(kind, Moe):
+            c.run(_expert_count, name, kind)
+            c.run(_expert_width, name, kind)
+            c.run(_expert_format, name, kind)
+
+
+def _expert_count(c: Checker, name: str, f: Moe) -> None:
+    parts = c.build.expert_parallel
+    if f.experts % parts:
+        c.say(
+            ("model", "ffns", name, "experts"),
+            f"{f.experts} experts cannot be split over expert_parallel: {parts}",
+            "every rank holds the same number of experts",
+            f"choose an expert_parallel that divides {f.experts}",
+        )
+
+
+def _expert_width(c: Checker, name: str, f: Moe) -> None:
+    parts = c.build.tensor_parallel
+    if f.width % parts:
+        c.say(
+            ("model", "ffns", name, "width"),
+            f"expert width {f.width} cannot be split over tensor_parallel: {parts}",
+            "every rank holds the same columns of an expert, and experts are not padded",
+            f"choose a tensor_parallel that divides {f.width}",
+        )
+
+
+def _expert_format(c: Checker, name: str, f: Moe) -> None:
+    parts, path = c.build.tensor_parallel, ("build", "formats", "experts")
+    if c.build.formats.get("experts", "bf16") != "mxfp4" or f.width % parts:
+        return
+    inner = f.latent if f.latent else c.model.hidden
+    for noun, size in (("a rank's width", f.width // parts), ("input width", inner)):
+        if size % GROUP:
+            c.say(
+                path,
+                f"mxfp4 on experts of {name!r}, whose {noun} is {size}",
+                f"{GROUP} weights in a row share a scale, and {size} is not a multiple of {GROUP}",
+                "choose a smaller tensor_parallel, or bf16" if size is not inner else "use bf16",
+            )
+
+
+def formats(c: Checker) -> None:
+    families = _families(c)
+    has_experts = any(isinstance(kind, Moe) for _, kind in c.each("ffns"))
+    for family, fmt in c.build.formats.items():
+        path = ("build", "formats", family)
+        if family == "experts":
+            if (
+                not has_experts
+                and c.model.ffns is not BAD
+                and all(isinstance(k, Mlp) for k in c.model.ffns.values())
+            ):
+                c.say(
+                    path,
+                    "a format for experts, of which there are none",
+                    "no ffn of this model is a moe",
+                    "delete it",
+                )
+        else:
+            c.run(_family, path, family, families, ["experts"])
+        if fmt is BAD:
+            continue
+        if fmt not in FORMATS:
+            c.say(
+                path,
+                f"unknown format {fmt!r} of {family}",
+                "there is no packing of that name",
+                did_you_mean(fmt, FORMATS),
+            )
+        elif fmt == "mxfp4" and family != "experts":
+            c.say(
+                path,
+                f"mxfp4 for {family} is not built yet",
+                "only routed experts can be stored in mxfp4",
+                "write bf16",
+            )
+
+
+def replicate(c: Checker) -> None:
+    families = _families(c)
+    if c.build.replicate is BAD:
+        return
+    for i, family in enumerate(c.build.replicate):
+        if family is not BAD:
+            c.run(_family, ("build", "replicate", str(i)), family, families, [])
+
+
+def _families(c: Checker) -> dict[str, str]:
+    """Weight family (a checkpoint role) -> how often it occurs, or 'unsure' if its owner is BAD."""
+    known, unsure = known_tensors(c)
+    return {**{role: t.per for role, t in known.items()}, **{f"{owner}.?": "unsure" for owner in unsure}}
+
+
+def _family(
+    c: Checker, path: tuple[str, ...], family: str, families: dict[str, str], extra: list[str]
+) -> None:
+    unsure = {name.partition(".")[0] for name, per in families.items() if per == "unsure"}
+    whole = [name for name, per in families.items() if per in ("model", "layer")]
+    if families.get(family) == "expert":
+        c.say(
+            path,
+            f"{family} cannot be chosen by itself",
+            "the matrices of an expert are stored and split together",
+            "write `experts` under formats; experts are split with expert_parallel and tensor_parallel",
+        )
+    elif family not in whole and not is_unsure(family, unsure):
+        same = [name for name in whole if name.partition(".")[0] == family.partition(".")[0]]
+        c.say(
+            path,
+            f"unknown weight family {family!r}",
+            "families go by their checkpoint role, and no kind has this one",
+            did_you_mean(family, (same or whole) + extra),
+        )
+
+
+def rows(c: Checker) -> None:
+    path = ("build", "rows")
+    if not c.build.rows:
+        c.say(
+            path,
+            "build.rows is empty",
+            "each entry is one variant of the program",
+            "write, for instance, `rows: [1, 8]`",
+        )
+    for value, times in Counter(r for r in c.build.rows if r is not BAD).items():
+        if times > 1:
+            c.say(
+                path,
+                f"build.rows has {value} more than once",
+                "each entry is one variant of the program",
+                "write it once",
+            )
+        if value > MAX_ROWS:
+            c.say(
+                path,
+                f"build.rows has {value}",
+                f"a variant decodes 1 to {MAX_ROWS} rows",
+                f"choose from 1 to {MAX_ROWS}",
+            )
+
+
+def tokens(c: Checker) -> None:
+    if c.build.tokens > 1:
+        c.say(
+            ("build", "tokens"),
+            f"build.tokens is {c.build.tokens}",
+            "several tokens a row are not built yet",
+            "write 1",
+        )
+
+
+def context(c: Checker) -> None:
+    tile = c.build.kv_tile
+    if tile % TILE_ROWS:
+        c.say(
+            ("build", "kv_tile"),
+            f"kv_tile {tile} is not a multiple of {TILE_ROWS}",
+            "a tile of the cache is copied in whole memory tiles of bf16",
+            f"choose a multiple of {TILE_ROWS}, such as 256",
+        )
+    elif c.build.context % tile:
+        c.say(
+            ("build", "context"),
+            f"context {c.build.context} is not a multiple of kv_tile {tile}",
+            "caches are streamed in whole tiles",
+            f"write {-(-c.build.context // tile) * tile}",
+        )
+
+
+def depths(c: Checker) -> None:
+    for key, noun in (
+        ("ring_depth", "ring"),
+        ("expert_slots", "expert buffer"),
+        ("kv_slots", "cache buffer"),
+    ):
+        c.run(_depth, key, noun)
+
+
+def _depth(c: Checker, key: str, noun: str) -> None:
+    if getattr(c.build, key) == 1:
+        c.say(
+            ("build", key),
+            f"{key} is 1",
+            f"one slot of the {noun} is read while the next one is being filled",
+            "write 2 or more",
+        )
+
+
+def memory(c: Checker) -> None:
+    """A first look only: the plan knows what else lies in VMEM."""
+    asked = (c.build.ring_depth * c.build.block_kib + c.build.spill_kib) * 1024
+    if asked > c.target.vmem_usable_bytes:
+        c.say(
+            ("build", "ring_depth"),
+            f"the ring alone ({c.build.ring_depth} x {c.build.block_kib} KiB) and spill_kib exceed VMEM",
+            f"that is {asked / 2**20:.1f} MiB of {c.target.vmem_usable_bytes / 2**20:.1f}",
+            "make ring_depth or block_kib smaller",
+        )
+
+
+CHECKS = (mesh, parallel, heads, experts, formats, replicate, rows, tokens, context, depths, memory)
