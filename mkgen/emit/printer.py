@@ -20,19 +20,40 @@ class Printer:
 
     def nodes(self, nodes: tuple[Node, ...], depth: int) -> list[str]:
         out: list[str] = []
-        for node in nodes:
-            out += self.node(node, depth)
+        i = 0
+        while i < len(nodes):
+            span = self.whole_exchange(nodes[i:])
+            if span:
+                out += self.exchange(nodes[i], depth)
+                i += span
+            else:
+                out += self.node(nodes[i], depth)
+                i += 1
         return out
+
+    def whole_exchange(self, nodes: tuple[Node, ...]) -> int:
+        """How many nodes at the head are one exchange over all stages with nothing in between; 0 if they are not."""
+        stages = self.plan.mesh.stages
+        span = nodes[:2 * len(stages)]
+        want = [(name, part) for name, _, _ in stages for part in ("start", "finish")]
+        if len(stages) < 2 or not all(isinstance(n, Collective) and n.kind != "greedy" for n in span):
+            return 0
+        same = {(n.kind, n.args) for n in span}
+        return len(span) if len(same) == 1 and [(n.factor, n.part) for n in span] == want else 0
+
+    def exchange(self, node: Collective, depth: int) -> list[str]:
+        pad, args = INDENT * depth, ", ".join(("m", "stage", *node.args))
+        return [f"{pad}for stage in STAGES:", f"{pad}{INDENT}{node.kind}_start({args})", f"{pad}{INDENT}{node.kind}_finish({args})"]
 
     def node(self, node: Node, depth: int) -> list[str]:
         pad = INDENT * depth
         if isinstance(node, Step):
             return self.step(node, depth)
         if isinstance(node, (Start, Wait)):
-            call = f"{node.transfer}({', '.join(node.args)}).{'start' if isinstance(node, Start) else 'wait'}()"
-            return self.guarded(call, node.when, pad)
+            call = f"{node.transfer}({', '.join(node.args)}).{'start' if isinstance(node, Start) else 'wait'}"
+            return [f"{pad}{call}()" if node.when is None else f"{pad}pl.when({node.when})(lambda: {call}())"]
         if isinstance(node, Advance):
-            return [f"{pad}g = g + 1"]
+            return [f"{pad}g += 1"]
         if isinstance(node, Collective):
             args = ", ".join(("m", node.factor.upper(), *node.args))
             target = "top, token = " if (node.kind, node.part) == ("greedy", "finish") else ""
@@ -42,11 +63,6 @@ class Printer:
         if isinstance(node, Seq):
             return self.nodes(node.nodes, depth)
         raise TypeError(f"no text for {node}")
-
-    def guarded(self, call: str, when: str | None, pad: str) -> list[str]:
-        if when is None:
-            return [pad + call]
-        return [f"{pad}@pl.when({when})", f"{pad}def _():", f"{pad}{INDENT}{call}", ""]
 
     def step(self, node: Step, depth: int) -> list[str]:
         pad = INDENT * depth

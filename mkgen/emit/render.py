@@ -1,16 +1,16 @@
 """plan -> source text: one kernel module and its face, printed from the templates."""
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mkgen.emit.printer import Printer
 from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Buffer, Step, walk
+from mkgen.plan.regions import Buffer
 
 SPACES = {"smem": "pltpu.SMEM", "any": "pl.ANY"}
 
@@ -77,9 +77,9 @@ def render_kernel(plan: Plan) -> str:
 
 
 def tidy(text: str) -> str:
-    """No trailing blanks, at most two blank lines, one newline at the end."""
-    out: list[str] = []
-    for line in (l.rstrip() for l in text.split("\n")):
-        if line or out[-2:] != ["", ""]:
-            out.append(line)
-    return "\n".join(out).strip("\n") + "\n"
+    """The text as `ruff format` lays it out, at most 100 columns wide."""
+    command = [sys.executable, "-m", "ruff", "format", "--quiet", "--isolated", "--line-length", "100", "--stdin-filename", "kernel.py", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the printed kernel is not Python:\n{done.stderr}")
+    return done.stdout

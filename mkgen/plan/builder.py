@@ -254,16 +254,14 @@ class Builder:
             self.memory.places[y.name] = Place(buffer, at, part.width, "f32", spread)
             at += part.width
         x = self.place(op.x)
-        args = dict(matrix=m, x=self.read(op.x, "bf16"), x_ref=f"m.{x.buffer}", x_at=x.at, x_dtype=x.dtype, y=f"m.{buffer}")
-        if m.k_padded != m.k or x.width != m.k:
-            args["pad"] = m.k_padded - x.width
+        args = dict(matrix=m, x=self.read(op.x, "bf16"), y=f"m.{buffer}", pad=m.k_padded - x.width)
         if m.blocks == 1:
-            args["at"] = self.take(m.block_rows, m.name, 0)
-            self.step(op, "linear", "single", **args)
+            self.step(op, "linear", "single", at=self.take(m.block_rows, m.name, 0), **args)
             return
         self.close()
         if m.k_blocks > 1:
-            self.step(op, "linear", "clear", **args)
+            self.step(op, "linear", "clear", matrix=m, y=f"m.{buffer}")
+        args |= dict(x_ref=f"m.{x.buffer}", x_at=x.at, x_dtype=x.dtype)
         filled = self.refills(m.blocks)
         for first, last in ((0, filled), (filled, m.blocks)):
             if first == last:

@@ -225,13 +225,13 @@ def attend(b, op, name: str) -> None:
     b.close()
     with b.loop(f"{name}_batch", "batch", trips, carry="running", init="empty_softmax(kv)",
                 bound=b.max_rows * b.build.context // b.build.kv_tile // batch + b.max_rows):
-        for j in range(batch):
-            b.step(op, "attention", "item", j=j)
+        with b.loop("", "j", "KV_BATCH", unroll=True):
+            b.step(op, "attention", "item")
             b.wait(f"{name}_tile_copy", "m", "index", "i", when=f"i < {count}")
             b.step(op, "attention", "append", when="kv_newest(m, i)")
             b.start(f"{name}_word_copy", "m", "index", "kv_item(m, i)[0]", when="kv_newest(m, i)")
         b.step(op, "attention", "attend")
-        for j in range(batch):
-            b.step(op, "attention", "item", j=j)
+        with b.loop("", "j", "KV_BATCH", unroll=True):
+            b.step(op, "attention", "item")
             b.start(f"{name}_tile_copy", "m", "index", "i + KV_SLOTS", when=f"i + KV_SLOTS < {count}")
     b.wait_late(f"{name}_word_copy", "m", "index", "row", when="m.positions[row] >= 0", rows=True)
