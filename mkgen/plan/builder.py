@@ -6,6 +6,7 @@ source text for weights on the tape, `buffer`, `state`, `semaphores` and `transf
 """
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -256,11 +257,11 @@ class Builder:
         x = self.place(op.x)
         args = dict(matrix=m, x=self.read(op.x, "bf16"), y=f"m.{buffer}", pad=m.k_padded - x.width)
         if m.blocks == 1:
-            self.step(op, "linear", "single", at=self.take(m.block_rows, m.name, 0), **args)
+            self.step(op, "linear", "single", writes=(buffer,), at=self.take(m.block_rows, m.name, 0), **args)
             return
         self.close()
         if m.k_blocks > 1:
-            self.step(op, "linear", "clear", matrix=m, y=f"m.{buffer}")
+            self.step(op, "linear", "clear", writes=(buffer,), y=f"m.{buffer}")
         args |= dict(x_ref=f"m.{x.buffer}", x_at=x.at, x_dtype=x.dtype)
         filled = self.refills(m.blocks)
         for first, last in ((0, filled), (filled, m.blocks)):
@@ -268,14 +269,21 @@ class Builder:
                 continue
             with self.loop(f"{identifier(op.name)}_block", "i", str(last - first), doc=f"{m.blocks} blocks"):
                 self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
-                self.step(op, "linear", "block", first=first, **args)
+                self.step(op, "linear", "block", writes=(buffer,), first=first, **args)
                 self.advance(refill=first < filled)
         self.chunks += [Chunk((Entry(m.name, 0, m.block_rows, i),)) for i in range(m.blocks)]
 
     # -- nodes ----------------------------------------------------------------------------------------------------------
 
-    def step(self, op: Op, template: str, macro: str, **args) -> None:
-        self.nodes[-1].append(Step(op.name, template, macro, args))
+    def step(self, op: Op, template: str, macro: str, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), **args) -> None:
+        """Adds work. Buffers named in its arguments are what it touches: a Target is written, anything else is read; `reads`
+        and `writes` add those that only the macro names."""
+        texts = [a for a in args.values() if isinstance(a, str)]
+        read = {name for t in texts for name in re.findall(r"\bm\.(\w+)", t)} | set(reads)
+        if "matrix" in args or any(re.search(r"\b(tape_rows|panels|columns)\(m, g", t) for t in texts):
+            read.add("ring")
+        written = {a.ref[2:] for a in args.values() if isinstance(a, Target)} | set(writes)
+        self.nodes[-1].append(Step(op.name, template, macro, args, tuple(sorted(read)), tuple(sorted(written))))
 
     def start(self, transfer: str, *args: str, when: str | None = None) -> None:
         self.nodes[-1].append(Start(transfer, args, when))
@@ -388,11 +396,11 @@ class Builder:
         self.memory.payload["gather"] = max(self.memory.payload["gather"], p.width)
         name = self.buffer(v.name + "_whole", (ROWS_PADDED, self.ranks * p.width), "f32", f"{v.name}, of all ranks")
         source = self.read(v, "f32")
-        self.nodes[-1].append(Step(v.name, "exchange", "gather_put", dict(x=source, width=p.width)))
+        self.nodes[-1].append(Step(v.name, "exchange", "gather_put", dict(x=source, width=p.width), (p.buffer,), ("gather",)))
         for factor, size, stride in self.mesh.stages:
             for part in ("start", "finish"):
                 self.collective("gather", part, factor, (str(p.width),), (size - 1) * stride * p.width * 4)
-        self.nodes[-1].append(Step(v.name, "exchange", "gather_take", dict(y=f"m.{name}", width=p.width)))
+        self.nodes[-1].append(Step(v.name, "exchange", "gather_take", dict(y=f"m.{name}", width=p.width), ("gather",), (name,)))
         self.memory.places[v.name] = Place(name, 0, v.width, "f32", "whole")
 
 

@@ -117,10 +117,10 @@ class GqaAttention(Op):
         keys = tuple(2 * wide * g + j for g in range(kv_heads) for j in range(wide))
         values = tuple(2 * wide * g + wide + j for g in range(kv_heads) for j in range(wide))
         name = open_cache(b, self, heads, 2 * wide * kv_heads, keys, values, hd ** -0.5)
-        b.step(self, "attention", "gqa_inputs", q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), head_dim=hd,
+        b.step(self, "attention", "gqa_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), head_dim=hd,
                kv_heads=kv_heads)
         attend(b, self, name)
-        b.step(self, "attention", "gqa_output", o=b.write(self.o), heads=heads, head_dim=hd, kv_heads=kv_heads)
+        b.step(self, "attention", "gqa_output", reads=(f"{name}_mixed",), o=b.write(self.o), heads=heads, head_dim=hd, kv_heads=kv_heads)
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,12 @@ class MlaAttention(Op):
         name = open_cache(b, self, heads, blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))),
                           (self.nope_dim + self.rope_dim) ** -0.5)
         k_up, _ = b.block(self.k_up.name, (self.k_up,))
-        b.step(self, "attention", "mla_inputs", q=b.read(self.q, "bf16"), latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32"),
+        b.step(self, "attention", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"), latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32"),
                k_up=k_up, heads=heads, nope_dim=self.nope_dim)
         b.close()
         attend(b, self, name)
         v_up, _ = b.block(self.v_up.name, (self.v_up,))
-        b.step(self, "attention", "mla_output", o=b.write(self.o), v_up=v_up, heads=heads, v_dim=self.v_dim)
+        b.step(self, "attention", "mla_output", reads=(f"{name}_mixed",), o=b.write(self.o), v_up=v_up, heads=heads, v_dim=self.v_dim)
 
 
 def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale: float) -> str:
@@ -214,7 +214,7 @@ def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale
                f"{cache}.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]", f"m.{name}_word_sem.at[row]", blocks * 512,
                "The words of the row's new token, back into the cache.", reads=(f"{name}_word",), writes=(cache[2:],))
     b.start_early_loop(f"{name}_tile_copy", "i", "jnp.minimum(m.kv_count[0], KV_SLOTS)", "m", "index", "i", bound=slots)
-    b.step(op, "attention", "cache", name=name, keys=keys, values=values, scale=scale)
+    b.step(op, "attention", "cache", writes=(f"{name}_mixed",), name=name, keys=keys, values=values, scale=scale)
     return name
 
 
@@ -228,9 +228,9 @@ def attend(b, op, name: str) -> None:
         with b.loop("", "j", "KV_BATCH", unroll=True):
             b.step(op, "attention", "item")
             b.wait(f"{name}_tile_copy", "m", "index", "i", when=f"i < {count}")
-            b.step(op, "attention", "append", when="kv_newest(m, i)")
+            b.step(op, "attention", "append", reads=(f"{name}_tiles", f"{name}_token"), writes=(f"{name}_tiles", f"{name}_word"), when="kv_newest(m, i)")
             b.start(f"{name}_word_copy", "m", "index", "kv_item(m, i)[0]", when="kv_newest(m, i)")
-        b.step(op, "attention", "attend")
+        b.step(op, "attention", "attend", reads=(f"{name}_tiles", f"{name}_queries"), writes=(f"{name}_mixed",))
         with b.loop("", "j", "KV_BATCH", unroll=True):
             b.step(op, "attention", "item")
             b.start(f"{name}_tile_copy", "m", "index", "i + KV_SLOTS", when=f"i + KV_SLOTS < {count}")

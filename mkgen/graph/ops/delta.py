@@ -67,7 +67,7 @@ class ShortConv(Op):
         b.start_early(read, "m", "index")
         b.wait(read, "m", "index")
         y = b.join(self.ys, self.name)
-        b.step(self, "delta", "short_conv", x=b.columns(self.xs), window=f"m.{held}", y=y, w=b.vector(*self.ws), taps=self.taps, width=width)
+        b.step(self, "delta", "short_conv", writes=(held,), x=b.columns(self.xs), window=f"m.{held}", y=y, w=b.vector(*self.ws), taps=self.taps, width=width)
         b.start(write, "m", "index")
         b.wait_late(write, "m", "index")
 
@@ -146,12 +146,12 @@ class DeltaRule(Op):
         b.start_early(read, "m", "index", "row", when=here, rows=True)
         o = b.write(self.o)
         rows = b.buffer(self.name + "_rows", (8, heads * hd), "f32", "output of the delta rule, before it is rounded")
-        b.step(self, "delta", "prepare", q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), z=b.read(self.z, "f32"),
+        b.step(self, "delta", "prepare", writes=(inputs, rows), q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), z=b.read(self.z, "f32"),
                beta=b.read(self.beta, "f32"), a=b.vector(self.a), dt_bias=b.vector(self.dt_bias), inputs=f"m.{inputs}", out=f"m.{rows}",
                heads=heads, head_dim=hd, floor=self.floor, eps=self.qk_eps)
         with b.loop(f"{rows}_step", "row", "m.rows"):
             b.wait(read, "m", "index", "row", when=here)
-            b.step(self, "delta", "row", when=here, inputs=f"m.{inputs}", matrix=f"m.{held}", out=f"m.{rows}", heads=heads, head_dim=hd)
+            b.step(self, "delta", "row", writes=(held, rows), when=here, inputs=f"m.{inputs}", matrix=f"m.{held}", out=f"m.{rows}", heads=heads, head_dim=hd)
             b.start(write, "m", "index", "row", when=here)
         b.step(self, "delta", "finish", o=o, out=f"m.{rows}")
         b.wait_late(write, "m", "index", "row", when=here, rows=True)

@@ -45,7 +45,7 @@ class Embed(Op):
             b.start("embed_copy", "m", "row", when="embed_here(m, row)")
         with b.loop("embed_rows", "row", "m.rows", unroll=True):
             b.wait("embed_copy", "m", "row", when="embed_here(m, row)")
-        b.step(self, "ends", "embed", x=b.write(self.x), hidden=hidden)
+        b.step(self, "ends", "embed", reads=("embed_words",), x=b.write(self.x), hidden=hidden)
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ class Greedy(Op):
             b.collective("greedy", "start", factor, ("top", "token"), (size - 1) * 1024)
             b.collective("greedy", "finish", factor, (), (size - 1) * 1024)
         b.buffer("token", (8, 128), "i32", "the greedy token of each row, on every lane", space="out")
-        b.step(self, "ends", "greedy_store")
+        b.step(self, "ends", "greedy_store", writes=("token",))

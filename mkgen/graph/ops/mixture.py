@@ -78,5 +78,5 @@ class BlockAdd(Op):
             env.put(self.running, running + x)
 
     def lower(self, b):
-        b.step(self, "mixture", "block_add", running=b.ref(self.running), snapshots=b.ref(self.snapshots), x=b.read(self.x, "f32"),
+        b.step(self, "mixture", "block_add", writes=(self.running.name, self.snapshots.name), running=b.ref(self.running), snapshots=b.ref(self.snapshots), x=b.read(self.x, "f32"),
                opens=self.opens and b.fact(self.opens), block=self.block and b.fact(self.block))

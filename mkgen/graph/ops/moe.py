@@ -56,7 +56,7 @@ class Route(Op):
 
     def lower(self, b):
         route = b.write(self.route)
-        b.step(self, "experts", "route", logits=b.read(self.logits, "f32"), bias=None if self.bias is None else b.vector(self.bias),
+        b.step(self, "experts", "route", reads=("position_column",), writes=(route.ref[2:], "wanted", "expert_count"), logits=b.read(self.logits, "f32"), bias=None if self.bias is None else b.vector(self.bias),
                route=route.ref, experts=self.experts, top_k=self.top_k, score=self.score, renorm=self.renorm, scale=self.scale)
         b.close()
 
@@ -119,12 +119,12 @@ class RoutedExperts(Op):
         count = "m.expert_count[0]"
         with b.after(b.maker(self.route)):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, EXPERT_SLOTS)", bound=slots):
-                b.step(self, "experts", "take")
+                b.step(self, "experts", "take", reads=("wanted",), writes=("wanted", "expert_ids"))
                 b.start("expert_copy", "m", "index", "i")
         y = b.write(self.y, width=image.down.panels * 128, dtype="f32")
-        b.step(self, "experts", "begin", x=b.read(self.x, "bf16"), y=y.ref, mxfp4=image.format == "mxfp4")
-        b.step(self, "experts", "take_rest", slots="EXPERT_SLOTS")
+        b.step(self, "experts", "begin", writes=(y.ref[2:], "expert_x"), x=b.read(self.x, "bf16"), y=y.ref, mxfp4=image.format == "mxfp4")
+        b.step(self, "experts", "take_rest", reads=("wanted",), writes=("wanted", "expert_ids"), slots="EXPERT_SLOTS")
         with b.loop("routed_expert", "i", count, bound=min(image.local_experts, rows)):
             b.wait("expert_copy", "m", "index", "i")
-            b.step(self, "experts", "expert", route=b.ref(self.route), y=y.ref, image=image, activation=b.activation(self.act))
+            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", "expert_x"), writes=(y.ref[2:], "expert_gate_up", "expert_h"), route=b.ref(self.route), y=y.ref, image=image, activation=b.activation(self.act))
             b.start("expert_copy", "m", "index", "i + EXPERT_SLOTS", when=f"i + EXPERT_SLOTS < {count}")

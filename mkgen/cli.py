@@ -1,0 +1,114 @@
+"""The command line. A command loads what it needs, calls one function of a stage, and shows what came back."""
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from mkgen.cli_base import Guarded, Asked, debug_option, finish, spec_options
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib import metadata
+        try:
+            text = metadata.version("mkgen")
+        except metadata.PackageNotFoundError:
+            text = "(not installed)"
+        click.echo(f"mkgen {text}")
+        ctx.exit()
+
+
+@click.group(cls=Guarded, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version.")
+@debug_option
+def main() -> None:
+    """One YAML file that describes a language model to one Pallas program that decodes with it.
+
+    SPEC is that file. Exit codes: 0 good, 1 a verdict is bad, 2 the input is wrong, 3 a defect of mkgen.
+    """
+
+
+@main.command()
+@spec_options
+@click.option("-o", "--out", type=click.Path(file_okay=False), metavar="DIR", help="Where to write; generated/<name> if not given.")
+def build(asked: Asked, out: str | None) -> None:
+    """Write the generated module, after the checker has passed its plan."""
+    began = time.perf_counter()
+    plan = asked.plan()
+    from mkgen.check import check_plan
+    from mkgen.show import build as show
+    findings = list(check_plan(plan))
+    target = Path(out) if out else Path("generated") / plan.spec.model.name
+    if findings:
+        show.refused(plan, target, findings, asked.json)
+        finish(False)
+    from mkgen.emit.module import write_module
+    before = show.stamps(target)
+    write_module(plan, target)
+    show.built(plan, target, before, time.perf_counter() - began, asked.json)
+
+
+@main.command()
+@spec_options
+def plan(asked: Asked) -> None:
+    """Show the plan: memory, tape, bytes a step, loop nest, collectives, floor time."""
+    made = asked.plan()
+    from mkgen.check import check_plan
+    from mkgen.plan.figures import figures
+    from mkgen.show import plan as show
+    findings = list(check_plan(made))
+    show.plan(made, {rows: figures(made, rows) for rows in made.spec.build.rows}, findings, asked.json)
+    finish(not findings)
+
+
+@main.command()
+@spec_options
+def check(asked: Asked) -> None:
+    """Run the plan's checker: live buffers, starts and waits, the memory's budget."""
+    made = asked.plan()
+    from mkgen.check import check_plan
+    from mkgen.show import build as show
+    findings = list(check_plan(made))
+    show.checked(made, findings, asked.json)
+    finish(not findings)
+
+
+@main.command("compile")
+@spec_options
+def compile_(asked: Asked) -> None:
+    """Compile every row variant for the chip at full size, without having one."""
+    made = asked.plan()
+    from mkgen.prove.compile import compile_spec
+    from mkgen.show import prove as show
+    finish(show.compiled(made, {rows: compile_spec(made, rows) for rows in made.spec.build.rows}, asked.json))
+
+
+@main.command()
+@spec_options
+def verify(asked: Asked) -> None:
+    """Run a mini model of the same spec against the reference, rung by rung."""
+    spec = asked.spec()
+    from mkgen.prove.verify import verify_spec
+    from mkgen.show import prove as show
+    finish(show.verified(spec, verify_spec(spec), asked.json))
+
+
+@main.command()
+@spec_options
+@click.option("--from", "from_dir", required=True, type=click.Path(exists=True, file_okay=False), metavar="DIR",
+              help="Where the safetensors of the checkpoint are.")
+@click.option("--out", "out_dir", required=True, type=click.Path(file_okay=False), metavar="DIR",
+              help="Where each rank's tape and experts are written.")
+@click.option("--convert", is_flag=True, help="Re-encode tensors that are not in the build's format.")
+@click.option("--force", is_flag=True, help="Write over what --out holds.")
+def pack(asked: Asked, from_dir: str, out_dir: str, convert: bool, force: bool) -> None:
+    """Turn a checkpoint into each rank's tape and expert image."""
+    made = asked.plan()
+    from mkgen.pack.write import pack_command
+    finish(pack_command(made, Path(from_dir), Path(out_dir), convert, force, asked.json) is not False)
+
+
+if __name__ == "__main__":
+    main()

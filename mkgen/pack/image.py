@@ -1,0 +1,222 @@
+"""A rank's images in memory, from logical weights: tape, experts, embedding table, all u32 rows of 128 lanes.
+
+The `put_*` functions write one weight into zeroed rows, be they an array or a file; whoever has all weights at hand calls
+`tape_image`, `expert_image` and `embedding_image`. What no weight covers stays zero (scales: one).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mkgen.graph.ir import Weight
+from mkgen.pack import formats
+from mkgen.pack.formats import GROUP, LANES, as_bf16
+from mkgen.pack.places import Home, TapePlaces, embedding_run, embedding_weight, expert_layers, expert_ranks, shapes, share
+from mkgen.plan.experts import ExpertImage
+from mkgen.plan.plan import Plan
+from mkgen.plan.tape import Matrix, Vector
+
+BITS = {"bf16": 16, "mxfp4": 4}              # of one weight in an expert image
+
+
+class Source(Protocol):
+    """Logical weights: matrices [K, N], vectors [n], taps [taps, n], tables [vocab, hidden], one expert's matrix [K, N].
+
+    May also have `expert_mxfp4(weight, layer, e) -> (codes u8 [K, N], e8m0 scales u8 [K/32, N])`; else experts are quantised.
+    """
+
+    def weight(self, weight: Weight, layer: int) -> np.ndarray: ...
+
+    def expert(self, weight: Weight, layer: int, expert: int) -> np.ndarray: ...
+
+
+def tape_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
+    """u32 [tape_rows, 128] of one rank."""
+    places, tape = TapePlaces(plan), np.zeros(shapes(plan)["tape"], np.uint32)
+    last = {w.name for op in plan.graph.end.ops for w in op.weights()}
+    for layer, name in places.homes:
+        number = layer if layer is not None else len(plan.graph.layers) if name in last else 0
+        put_weight(places, rank, tape, layer, name, source.weight(plan.weights[name], number))
+    return tape
+
+
+def expert_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
+    """u32 [layers * local_experts, rows, 128] of one rank."""
+    image, out = plan.experts, np.zeros(shapes(plan)["experts"], np.uint32)
+    first, part = rank // image.tensor_parallel * image.local_experts, rank % image.tensor_parallel
+    packed = image.format == "mxfp4" and hasattr(source, "expert_mxfp4")
+    for i, layer in enumerate(expert_layers(plan)):
+        for e in range(image.local_experts):
+            for which, name in enumerate(image.weights):
+                weight = plan.weights[name]
+                if packed:
+                    stored = store_codes(*source.expert_mxfp4(weight, layer, first + e))
+                else:
+                    stored = store_values(image.format, source.expert(weight, layer, first + e))
+                put_expert(image, out[i * image.local_experts + e], which, part, stored)
+    return out
+
+
+def embedding_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
+    """u32 [embed_rows, 128] of one rank."""
+    out, table = np.zeros(shapes(plan)["embedding"], np.uint32), embedding_weight(plan)
+    if table is not None:
+        put_embedding(plan, rank, out, source.weight(table, 0))
+    return out
+
+
+# -- the tape --------------------------------------------------------------------------------------------------------
+
+def put_weight(places: TapePlaces, rank: int, tape: np.ndarray, layer: int | None, name: str, value: np.ndarray) -> None:
+    """A logical weight of `layer` (None: the ends) into all its places on a rank's tape. f32 is rounded where bf16 is stored."""
+    plan = places.plan
+    weight, ranks = plan.weights[name], plan.mesh.ranks
+    if value.shape != weight.shape:
+        raise ValueError(f"{name} is {list(weight.shape)}, not {list(value.shape)}")
+    for home in places.homes[layer, name]:
+        entries = places.entries[layer, home.of.name]
+        local = value[tuple(share(weight, axis, home.of.whole, ranks, rank) for axis in range(value.ndim))]
+        if local.size:
+            (put_matrix if isinstance(home.of, Matrix) else put_vector)(tape, entries, home, local)
+
+
+def put_matrix(tape: np.ndarray, entries: list[tuple[int, int]], home: Home, local: np.ndarray) -> None:
+    """The rank's [k, n] of one part of a matrix, into its columns of every block that they reach."""
+    m: Matrix = home.of
+    bits = _widened(as_bf16(local.T), m.k_padded).view(np.uint16)                 # [n, k_padded]: K in memory order
+    put = put_panels if m.layout == "panels" else put_lanes
+    for block, row in entries:
+        n, k = divmod(block, m.k_blocks)
+        left = n * m.block_n
+        first, last = max(home.at, left), min(home.at + len(bits), left + m.block_n)
+        if first < last:
+            columns = bits[first - home.at:last - home.at, k * m.block_k:(k + 1) * m.block_k]
+            put(tape[row:row + m.block_rows], columns, first - left)
+
+
+def put_panels(rows: np.ndarray, bits: np.ndarray, at: int) -> None:
+    """u16 [n, block_k] into columns `at`.. of a block of panels (formats.pack_panels)."""
+    put_columns(rows.reshape(-1, bits.shape[1] // 2, LANES), bits.view(np.uint32), at)
+
+
+def put_lanes(rows: np.ndarray, bits: np.ndarray, at: int) -> None:
+    """u16 [n, block_k] into columns `at`.. of a block with K on lanes (formats.pack_lanes).
+
+    Two columns share a word, so even and odd ones are written apart: the neighbour may be another weight's.
+    """
+    blocks = bits.shape[1] // LANES
+    halves = rows.view(np.uint16).reshape(blocks, -1, LANES, 2)
+    for half in (0, 1):
+        first = (half - at) % 2
+        columns = bits[first::2]
+        i = (at + first) // 2
+        halves[:, i:i + len(columns), :, half] = columns.reshape(len(columns), blocks, LANES).swapaxes(0, 1)
+
+
+def put_columns(panels: np.ndarray, words: np.ndarray, at: int) -> None:
+    """u32 words [n, R] (R words along K) into columns `at`.. of u32 panels [P, R, 128]."""
+    end = at + len(words)
+    for p in range(at // LANES, -(-end // LANES)):
+        first, last = max(at, p * LANES), min(end, (p + 1) * LANES)
+        panels[p, :, first - p * LANES:last - p * LANES] = words[first - at:last - at].T
+
+
+def put_vector(tape: np.ndarray, entries: list[tuple[None, int]], home: Home, local: np.ndarray) -> None:
+    """The rank's [n], or [lines, n], of one part of a vector, into its columns of every line."""
+    v: Vector = home.of
+    for _, row in entries:
+        rows = tape[row:row + formats.vector_rows(v.lane_rows * LANES, v.dtype)]
+        lines = formats.unpack_vector(rows, v.lane_rows * LANES, v.dtype).reshape(v.lines, -1).copy()
+        lines[:, home.at:home.at + local.shape[-1]] = local
+        rows[...] = formats.pack_vector(lines.reshape(-1), v.dtype)
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Stored:
+    """A whole matrix of one expert as it is stored: K in memory order, as a checkpoint has it."""
+    format: str
+    data: np.ndarray                         # u8 [N, bytes of K]
+    scales: np.ndarray | None                # e8m0 u8 [N, groups of K]
+
+
+def store_codes(codes: np.ndarray, scales: np.ndarray) -> Stored:
+    """u8 codes [K, N], e8m0 scales [K/32, N] -> Stored."""
+    return Stored("mxfp4", *formats.to_hub(codes, scales))
+
+
+def store_values(fmt: str, w: np.ndarray) -> Stored:
+    """W[K, N] of any float dtype -> Stored, rounded to `fmt`: bf16, or mxfp4 with K padded to whole groups."""
+    if fmt == "bf16":
+        return Stored(fmt, np.ascontiguousarray(as_bf16(w.T)).view(np.uint8), None)
+    padded = _widened(w.T, -(-len(w) // GROUP) * GROUP).T
+    return store_codes(*formats.quantise_mxfp4(padded))
+
+
+def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stored: Stored) -> None:
+    """Tensor part `part` of gate (0), up (1) or down (2) into an expert's u32 [image.rows, 128].
+
+    Gate and up are cut by columns, down by rows. Raises ValueError where a cut goes through a group of mxfp4.
+    """
+    if stored.format != image.format:
+        raise ValueError(f"{stored.format} into an image of {image.format}")
+    section, data, scales = (image.down if which == 2 else image.up), stored.data, stored.scales
+    mine = slice(part * image.width, (part + 1) * image.width)
+    if which < 2:
+        data, scales = data[mine], scales if scales is None else scales[mine]
+    else:
+        bits = BITS[image.format]
+        if image.tensor_parallel > 1 and (mine.start * bits % 8 or scales is not None and mine.start % GROUP):
+            raise ValueError(f"a rank's {image.width} rows of an expert's down matrix are no whole groups of {GROUP}")
+        data = data[:, mine.start * bits // 8:-(-mine.stop * bits // 8)]
+        if scales is not None:
+            scales = scales[:, mine.start // GROUP:-(-mine.stop // GROUP)]
+    panels = section.panels if which == 2 else section.panels // 2
+    first = which * panels if which == 1 else 0
+
+    def view(at: int, depth: int) -> np.ndarray:
+        return rows[at + first * depth:at + (first + panels) * depth].reshape(panels, depth, LANES)
+
+    words = _widened(data, 4 * section.panel_rows).view(np.uint32)
+    put_columns(view(section.at, section.panel_rows), words, 0)
+    if scales is not None:
+        target = view(section.scales_at, section.scale_rows)
+        target[...] = np.uint32(formats.ONE * 0x01010101)                        # of padded columns
+        put_columns(target, _widened(scales, 4 * section.scale_rows, formats.ONE).view(np.uint32), 0)
+
+
+def put_expert_everywhere(plan: Plan, images: dict[int, np.ndarray], index: int, expert: int, which: int, stored: Stored) -> None:
+    """One matrix of `expert` of the index-th layer with experts into all of `images` (rank -> image) that hold a part of it."""
+    for part, rank in enumerate(expert_ranks(plan, expert)):
+        if rank in images:
+            slot = index * plan.experts.local_experts + expert % plan.experts.local_experts
+            put_expert(plan.experts, images[rank][slot], which, part, stored)
+
+
+# -- the embedding table ---------------------------------------------------------------------------------------------
+
+def put_embedding(plan: Plan, rank: int, rows: np.ndarray, table: np.ndarray) -> None:
+    """The rank's tokens of a table [vocab, hidden] into u32 [embed_rows, 128], a token after another.
+
+    Word i, lane l of a token: feature 256 i + l in the low half, 256 i + 128 + l in the high half.
+    """
+    mine = as_bf16(table[embedding_run(plan, rank)])
+    if not mine.size:
+        return
+    words = -(-table.shape[1] // (2 * LANES))
+    bits = _widened(mine, words * 2 * LANES).view(np.uint16).reshape(len(mine), words, 2, LANES)
+    halves = rows[:len(mine) * words].view(np.uint16).reshape(len(mine), words, LANES, 2)
+    for half in (0, 1):
+        halves[..., half] = bits[:, :, half]
+
+
+def _widened(a: np.ndarray, width: int, fill: int = 0) -> np.ndarray:
+    """a [n, m] -> [n, width], contiguous, filled up with `fill`; `a` itself where nothing is missing."""
+    if a.shape[1] == width:
+        return np.ascontiguousarray(a)
+    out = np.full((len(a), width), fill, a.dtype)
+    out[:, :a.shape[1]] = a
+    return out

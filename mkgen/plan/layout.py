@@ -1,0 +1,52 @@
+"""What decides the bytes of packed weights, and its hash: the layout half of a plan, free of the schedule.
+
+Two plans with one hash read the same tapes, expert images and embedding tables. Chunk boundaries, ring depth, slots, rows and
+context are schedule and stay out; so do tensor names, which only say where a checkpoint keeps what a role needs.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from mkgen.plan.plan import Plan
+from mkgen.plan.tape import Chunk
+
+VERSION = 1                              # of the packing itself: raise it when formats.py lays the same facts out differently
+HASH_CHARS = 16
+
+
+def entry_order(chunks: tuple[Chunk, ...]) -> list[list]:
+    """What lies behind each other on the tape, whatever the chunks: [name, first block, blocks], or [name] for a vector."""
+    out: list[list] = []
+    for e in (e for c in chunks for e in c.entries):
+        if e.block is None:
+            out.append([e.name])
+        elif out and len(out[-1]) == 3 and out[-1][0] == e.name and sum(out[-1][1:]) == e.block:
+            out[-1][2] += 1
+        else:
+            out.append([e.name, e.block, 1])
+    return out
+
+
+def layout_facts(plan: Plan) -> dict:
+    """JSON-able facts that decide every byte of tape, expert image and embedding of every rank."""
+    model = plan.spec.model
+    return {
+        "version": VERSION,
+        "model": {"hidden": model.hidden, "vocab": model.vocab},
+        "mesh": [list(f) for f in plan.mesh.factors],
+        "layers": [list(pair) for pair in plan.graph.layers],
+        "weights": {n: asdict(w) for n, w in plan.weights.items()},
+        "matrices": {n: asdict(m) for n, m in plan.matrices.items()},
+        "vectors": {n: asdict(v) for n, v in plan.vectors.items()},
+        "order": {n: entry_order(r.chunks) for n, r in plan.regions.items()},
+        "experts": asdict(plan.experts) if plan.experts else None,
+        "embedding": {"rows": plan.embed_rows, "run": -(-model.vocab // plan.mesh.ranks)},
+    }
+
+
+def layout_hash(plan: Plan) -> str:
+    """16 hex digits of the sha256 of `layout_facts`, independent of the order in which the facts were declared."""
+    text = json.dumps(layout_facts(plan), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_CHARS]

@@ -1,0 +1,85 @@
+"""Random weights of any graph, the same in every process: what the kernel is proven on.
+
+Scales are those of a trained model's first guess: products keep the size of what they multiply, gates and decays fall where
+they are neither open nor shut, router logits lie far apart. Every value is exact in the format that it is stored in, so that
+kernel and reference see the same numbers.
+"""
+from __future__ import annotations
+
+import math
+import zlib
+from functools import lru_cache
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from mkgen.graph.ir import LayerGraph, Weight
+from mkgen.pack.formats import GROUP, ONE, VALUES, dequantise_mxfp4
+from mkgen.spec.model import Spec
+
+CODE_SIZE = float(np.sqrt(np.mean(VALUES ** 2)))          # of an fp4 value, all codes alike
+ROUTER_SPREAD = 1.5
+EMBEDDED = 0.5
+
+
+class RandomParams:
+    """Logical weights as `reference.evaluate.Params` wants them, float32; `.expert_mxfp4` for experts that are stored so."""
+
+    def __init__(self, graph: LayerGraph, seed: int, spec: Spec):
+        self.graph, self.seed = graph, seed
+        self.mxfp4 = spec.build.formats.get("experts", "bf16") == "mxfp4"
+        self._weight = lru_cache(maxsize=None)(self._make)
+        self._expert = lru_cache(maxsize=None)(self._make_expert)
+
+    def weight(self, weight: Weight, layer: int) -> np.ndarray:
+        """The logical array of one layer; the ends' own families ignore the layer."""
+        return self._weight(weight, 0 if weight.name in self._ends else layer)
+
+    def expert(self, weight: Weight, layer: int, expert: int) -> np.ndarray:
+        """[K, N] of one expert."""
+        return self._expert(weight, layer, expert)
+
+    def expert_mxfp4(self, weight: Weight, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same as u8 codes [K, N] and e8m0 scales [K / 32, N]."""
+        _, k, n = weight.shape
+        rng = self._rng(weight, layer, expert)
+        exponent = round(math.log2(1 / (CODE_SIZE * math.sqrt(k))))
+        codes = rng.integers(0, 16, (k, n), dtype=np.uint8)
+        scales = ONE + exponent + rng.integers(-1, 2, (k // GROUP, n))
+        return codes, scales.astype(np.uint8)
+
+    @property
+    def _ends(self) -> set[str]:
+        return {w.name for sub in (self.graph.begin, self.graph.end) for op in sub.ops for w in op.weights()}
+
+    def _rng(self, weight: Weight, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32(weight.name.encode()), *key])
+
+    def _make_expert(self, weight: Weight, layer: int, expert: int) -> np.ndarray:
+        if self.mxfp4:
+            return dequantise_mxfp4(*self.expert_mxfp4(weight, layer, expert))
+        _, k, n = weight.shape
+        return _bf16(self._rng(weight, layer, expert).standard_normal((k, n)) / math.sqrt(k))
+
+    def _make(self, weight: Weight, layer: int) -> np.ndarray:
+        w = self._draw(weight, self._rng(weight, layer)).astype(np.float32)
+        return w if weight.dtype == "f32" else _bf16(w)
+
+    def _draw(self, weight: Weight, rng: np.random.Generator) -> np.ndarray:
+        role = weight.name.rpartition(".")[2]
+        if weight.assemble == "exp":                       # exp(A_log), A_log the logarithm of 1 .. 16
+            return np.exp(rng.uniform(0, math.log(16), weight.shape))
+        if role == "dt_bias":
+            return rng.uniform(-3, 0.5, weight.shape)
+        if role == "router_bias":
+            return rng.uniform(-0.1, 0.1, weight.shape)
+        if weight.assemble == "vector":                    # norms
+            return 1 + 0.1 * rng.standard_normal(weight.shape)
+        w = rng.standard_normal(weight.shape)
+        if weight.assemble == "rows":
+            return EMBEDDED * w
+        return w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else 1)
+
+
+def _bf16(w: np.ndarray) -> np.ndarray:
+    return w.astype(np.float32).astype(bfloat16).astype(np.float32)

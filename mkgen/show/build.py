@@ -1,0 +1,56 @@
+"""What `build` and `check` say."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkgen import show
+from mkgen.plan.layout import layout_hash
+from mkgen.plan.plan import Plan
+
+
+def stamps(directory: Path) -> dict[Path, int]:
+    """File -> time of its last change, in ns. Taken before a module is written, to say afterwards what was written."""
+    return {p: p.stat().st_mtime_ns for p in sorted(directory.rglob("*")) if p.is_file()} if directory.is_dir() else {}
+
+
+def built(made: Plan, directory: Path, before: dict[Path, int], seconds: float, as_json: bool) -> None:
+    """The files that were written, with their lines."""
+    lines = {str(p): len(p.read_bytes().splitlines()) for p, at in stamps(directory).items() if before.get(p) != at}
+    code = sum(n for name, n in lines.items() if name.endswith(".py"))
+    if as_json:
+        show.put_json({"verdict": "pass", "out": directory, "files": lines, "lines": code, "layout_hash": layout_hash(made),
+                       "seconds": round(seconds, 3)})
+        return
+    t = show.table(f"{made.spec.model.name} for {made.target.name}", "written", ">lines")
+    for name, n in lines.items():
+        t.add_row(name, show.number(n))
+    out = show.console()
+    out.print(t)
+    out.print(f"{code:,} lines of Python, layout {layout_hash(made)}, {seconds:.2f} s")
+    out.print("verdict of the checker:", show.coloured("pass"))
+
+
+def refused(made: Plan, directory: Path, findings: list, as_json: bool) -> None:
+    """Nothing was written, because the checker found something."""
+    if as_json:
+        show.put_json({"verdict": "fail", "out": directory, "files": {}, "findings": [str(f) for f in findings]})
+        return
+    listed(made, findings)
+    show.console().print(f"{directory}: nothing was written")
+
+
+def checked(made: Plan, findings: list, as_json: bool) -> None:
+    if as_json:
+        show.put_json({"verdict": show.verdict(not findings), "findings": [str(f) for f in findings]})
+        return
+    listed(made, findings)
+
+
+def listed(made: Plan, findings: list) -> None:
+    """Findings one a line, then the verdict."""
+    out = show.console()
+    for finding in findings:
+        out.print(f"finding: {finding}")
+    variants = ", ".join(map(str, made.spec.build.rows))
+    out.print(f"{made.spec.model.name}, rows {variants}, {len(findings)} finding{'s' * (len(findings) != 1)}; verdict of the checker:",
+              show.coloured(show.verdict(not findings)))

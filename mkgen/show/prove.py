@@ -1,0 +1,68 @@
+"""What `verify` and `compile` say. Their results are records: dataclasses or mappings with the fields named here."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from mkgen import show
+from mkgen.plan.plan import Plan
+from mkgen.spec.model import Spec
+
+COMPILED = ("compile_seconds", "vmem_bytes", "planned_vmem_bytes", "bytes_per_core")
+RUNG = ("rung", "compared", "error", "bound", "verdict")
+
+
+def record(of: Any) -> dict[str, Any]:
+    """A result as a dict."""
+    if is_dataclass(of):
+        return asdict(of)
+    return dict(of) if isinstance(of, Mapping) else dict(vars(of))
+
+
+def plain(value: Any) -> str:
+    """One cell: numbers short, what is missing empty."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return show.number(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def compiled(made: Plan, results: dict[int, Any], as_json: bool) -> bool:
+    """results: rows -> record with `COMPILED`, `verdict` and whatever else was measured. True if all are good."""
+    each = {rows: record(r) for rows, r in results.items()}
+    good = all(r["verdict"] == "pass" for r in each.values())
+    if as_json:
+        first = next(iter(each.values()))
+        top = {key: first.get(key) for key in COMPILED}
+        show.put_json({**top, "verdict": show.verdict(good), "variants": {str(rows): r for rows, r in each.items()}})
+        return good
+    title = f"{made.spec.model.name} compiled for {made.mesh.ranks} cores of {made.target.name}, context {made.spec.build.context}"
+    t = show.table(title, "", *(f">{rows} row{'s' * (rows > 1)}" for rows in each))
+    extra = dict.fromkeys(key for r in each.values() for key, v in r.items() if not isinstance(v, (dict, list, tuple)))
+    keys = list(dict.fromkeys([*COMPILED, *(k for k in extra if k not in ("rows", "verdict"))]))
+    for key in keys:
+        t.add_row(key.replace("_", " "), *(plain(r.get(key)) for r in each.values()))
+    t.add_row("verdict", *(show.coloured(r["verdict"]) for r in each.values()))
+    show.console().print(t)
+    return good
+
+
+def verified(spec: Spec, results: Iterable[Any], as_json: bool) -> bool:
+    """results: one record a rung, with `RUNG` and, for a skipped one, `reason`. True if none failed and one was run."""
+    rungs = [record(r) for r in results]
+    good = any(r["verdict"] == "pass" for r in rungs) and all(r["verdict"] in ("pass", "skipped") for r in rungs)
+    if as_json:
+        show.put_json({"verdict": show.verdict(good), "rungs": rungs})
+        return good
+    t = show.table(f"{spec.model.name}: mini model against the reference", "rung", "compared", ">error", ">bound", "verdict")
+    for r in rungs:
+        word = show.coloured(r["verdict"])
+        if r.get("reason"):
+            word = word + f": {r['reason']}"
+        t.add_row(*(plain(r.get(key)) for key in RUNG[:4]), word)
+    out = show.console()
+    out.print(t)
+    out.print("verdict:", show.coloured(show.verdict(good)))
+    return good
