@@ -32,7 +32,8 @@ def main() -> None:
 
 @main.command()
 @spec_options
-@click.option("-o", "--out", type=click.Path(file_okay=False), metavar="DIR", help="Where to write; generated/<name> if not given.")
+@click.option("-o", "--out", type=click.Path(file_okay=False), metavar="DIR",
+              help="Where to write; generated/<name> if not given.")
 def build(asked: Asked, out: str | None) -> None:
     """Write the generated module, after the checker has passed its plan."""
     began = time.perf_counter()
@@ -45,9 +46,8 @@ def build(asked: Asked, out: str | None) -> None:
         show.refused(plan, target, findings, asked.json)
         finish(False)
     from mkgen.emit.module import write_module
-    before = show.stamps(target)
-    write_module(plan, target)
-    show.built(plan, target, before, time.perf_counter() - began, asked.json)
+    files = write_module(plan, target)
+    show.built(plan, target, files, time.perf_counter() - began, asked.json)
 
 
 @main.command()

@@ -83,7 +83,7 @@ class Rows(click.ParamType):
             return value
         words = [word.strip() for word in value.split(",")]
         if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-            self.fail(f"{value!r} is not a list of row counts; write --rows 1,8", param, ctx)
+            self.fail(f"{value!r} is not a list of whole numbers from 1; write --rows 1,8", param, ctx)
         return tuple(int(word) for word in words)
 
 
@@ -101,7 +101,7 @@ class Asked:
         return load_spec(self.path, overlays=self.overlays, sets=self.sets)
 
     def plan(self) -> Plan:
-        """Reads, builds the graph and plans. Raises `MkgenError` for a spec that cannot be, or that the chip cannot hold."""
+        """Reads, builds the graph and plans. Raises `MkgenError` for a wrong spec, or one that the chip cannot hold."""
         spec = self.spec()
         from mkgen.graph.build import build_graph
         from mkgen.plan.planner import make_plan
@@ -111,11 +111,13 @@ class Asked:
 
 OPTIONS = (
     click.argument("spec", type=click.Path()),
-    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Replace one value: build.context=8192. Repeatable."),
+    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE",
+                 help="Replace one value: build.context=8192. Repeatable."),
     click.option("--overlay", "overlays", multiple=True, type=click.Path(), metavar="FILE",
                  help="A YAML file with a build: section to put over the spec's. Repeatable; the last one wins."),
     click.option("--rows", type=Rows(), help="Row variants, in place of build.rows."),
-    click.option("--context", type=click.IntRange(min=1), metavar="N", help="Tokens of context, in place of build.context."),
+    click.option("--context", type=click.IntRange(min=1), metavar="N",
+                 help="Tokens of context, in place of build.context."),
     click.option("--chip", metavar="NAME", help="The chip, in place of build.chip."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables."),
     debug_option,

@@ -42,8 +42,7 @@ class Printer:
         return len(span) if len(same) == 1 and [(n.factor, n.part) for n in span] == want else 0
 
     def exchange(self, node: Collective, depth: int) -> list[str]:
-        pad, args = INDENT * depth, ", ".join(("m", "stage", *node.args))
-        return [f"{pad}for stage in STAGES:", f"{pad}{INDENT}{node.kind}_start({args})", f"{pad}{INDENT}{node.kind}_finish({args})"]
+        return [f"{INDENT * depth}all_{node.kind}({', '.join(('m', *node.args))})"]
 
     def node(self, node: Node, depth: int) -> list[str]:
         pad = INDENT * depth
@@ -72,13 +71,25 @@ class Printer:
         self.op = node.op
         return head + [pad + line if line.strip() else "" for line in text.strip("\n").split("\n")]
 
+    def each_active_row(self, node: Loop) -> bool:
+        """A loop over the rows that only starts or waits for one copy of each active row."""
+        if node.trips != "m.rows" or node.unroll or len(node.body) != 1 or not isinstance(node.body[0], (Start, Wait)):
+            return False
+        return node.body[0].when == "m.positions[row] >= 0"
+
     def loop(self, node: Loop, depth: int) -> list[str]:
         pad, tape = INDENT * depth, any(advances(n) for n in node.body)
+        if self.each_active_row(node):
+            copy = node.body[0]
+            call = f"{copy.transfer}({', '.join(copy.args)}).{'start' if isinstance(copy, Start) else 'wait'}()"
+            return [f"{pad}each_active_row(m, lambda row: {call})"]
         if node.unroll:
             return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
         carry = "g" if tape else node.carry or "_"
         body = self.nodes(node.body, depth + 1)
         doc = [f"{pad}{INDENT}# {node.doc}"] if node.doc else []
         last = [] if carry == "_" else [f"{pad}{INDENT}return {carry}"]
+        if tape and isinstance(node.body[-1], Advance):
+            body, last = body[:-1], [f"{pad}{INDENT}return g + 1"]
         call = f"lax.fori_loop(0, {node.trips}, {node.name}, {node.init or ('g' if tape else 'None')})"
         return ["", f"{pad}def {node.name}({node.var}, {carry}):", *doc, *body, *last, "", f"{pad}{'' if carry == '_' or not tape else 'g = '}{call}"]

@@ -175,7 +175,7 @@ def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stor
         if scales is not None:
             scales = scales[:, mine.start // GROUP:-(-mine.stop // GROUP)]
     panels = section.panels if which == 2 else section.panels // 2
-    first = which * panels if which == 1 else 0
+    first = panels if which == 1 else 0
 
     def view(at: int, depth: int) -> np.ndarray:
         return rows[at + first * depth:at + (first + panels) * depth].reshape(panels, depth, LANES)

@@ -1,7 +1,7 @@
 """What every sub-layer shares: the ring and its copy, the tables, the exchange buffers."""
 from __future__ import annotations
 
-from mkgen.plan.builder import Memory, ROWS_PADDED
+from mkgen.plan.memory import Memory, ROWS_PADDED
 from mkgen.plan.regions import Buffer, Transfer
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES

@@ -4,7 +4,8 @@ from __future__ import annotations
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import LayerGraph
 from mkgen.plan import common
-from mkgen.plan.builder import Builder, Memory
+from mkgen.plan.builder import Builder
+from mkgen.plan.memory import Memory
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.shard import Mesh
 from mkgen.spec.model import Spec

@@ -1,4 +1,4 @@
-"""What the commands print: rich tables for a person, one JSON object for a program. Every function takes finished data."""
+"""What the commands print: tables for a person, one JSON object for a program. Every function takes finished data."""
 from __future__ import annotations
 
 import json
@@ -41,6 +41,11 @@ def verdict(good: bool) -> str:
 def coloured(word: str) -> Text:
     """A verdict in its colour."""
     return Text(word, STYLES.get(word.split(" ")[0].rstrip(":"), ""))
+
+
+def several(n: int, what: str) -> str:
+    """`1 row`, `8 rows`."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def number(n: float) -> str:

@@ -8,18 +8,13 @@ from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 
 
-def stamps(directory: Path) -> dict[Path, int]:
-    """File -> time of its last change, in ns. Taken before a module is written, to say afterwards what was written."""
-    return {p: p.stat().st_mtime_ns for p in sorted(directory.rglob("*")) if p.is_file()} if directory.is_dir() else {}
-
-
-def built(made: Plan, directory: Path, before: dict[Path, int], seconds: float, as_json: bool) -> None:
-    """The files that were written, with their lines."""
-    lines = {str(p): len(p.read_bytes().splitlines()) for p, at in stamps(directory).items() if before.get(p) != at}
+def built(made: Plan, directory: Path, files: list[Path], seconds: float, as_json: bool) -> None:
+    """The files that were written, with their lines; seconds: from the start of the command."""
+    lines = {str(p): len(p.read_bytes().splitlines()) for p in files}
     code = sum(n for name, n in lines.items() if name.endswith(".py"))
     if as_json:
-        show.put_json({"verdict": "pass", "out": directory, "files": lines, "lines": code, "layout_hash": layout_hash(made),
-                       "seconds": round(seconds, 3)})
+        show.put_json({"verdict": "pass", "out": directory, "files": lines, "lines": code,
+                       "layout_hash": layout_hash(made), "seconds": round(seconds, 3)})
         return
     t = show.table(f"{made.spec.model.name} for {made.target.name}", "written", ">lines")
     for name, n in lines.items():
@@ -51,6 +46,6 @@ def listed(made: Plan, findings: list) -> None:
     out = show.console()
     for finding in findings:
         out.print(f"finding: {finding}")
-    variants = ", ".join(map(str, made.spec.build.rows))
-    out.print(f"{made.spec.model.name}, rows {variants}, {len(findings)} finding{'s' * (len(findings) != 1)}; verdict of the checker:",
+    rows, count = ", ".join(map(str, made.spec.build.rows)), show.several(len(findings), "finding")
+    out.print(f"{made.spec.model.name}, rows {rows}: {count}; verdict of the checker:",
               show.coloured(show.verdict(not findings)))

@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from mkgen import show
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Branch, Collective, Loop, Node, Seq, advances
 
@@ -23,7 +24,7 @@ def trips(loop: Loop) -> int:
 
 
 def collectives(made: Plan) -> dict[tuple[str, str, str, int], tuple[int, int]]:
-    """(sub-layer, kind, factor, bytes sent a row) -> (how many each time it runs, runs in a step), in the order of execution."""
+    """(sub-layer, kind, factor, bytes sent a row) -> (how many each time it runs, runs in a step), in order."""
     out: dict[tuple[str, str, str, int], tuple[int, int]] = {}
     times = runs(made)
 
@@ -63,11 +64,12 @@ def nest(out: Console, made: Plan) -> None:
         parent = root
         if region.role in ("mixer", "ffn"):
             if layers is None:
-                layers = root.add(f"for layer in range({len(made.graph.layers)}): one mixer, one ffn, each a branch on the layer's kind")
+                layers = root.add(f"for layer in range({len(made.graph.layers)}): one mixer, one ffn, "
+                                  "each a branch on the layer's kind")
             parent = layers
         chunks = len(region.chunks)
-        count = f", {times[region.name]} layers" if parent is layers else ""
-        size = f"{chunks} chunks, {region.rows * 512:,} bytes" if chunks else "nothing of the tape"
+        count = f", {show.several(times[region.name], 'layer')}" if parent is layers else ""
+        size = f"{show.several(chunks, 'chunk')}, {region.rows * 512:,} bytes" if chunks else "nothing of the tape"
         label = f"{region.role} {region.name}{count}: {size}" if parent is layers else f"{region.name}: {size}"
         loops(parent.add(label), region.body)
     out.print(root)
@@ -79,8 +81,9 @@ def loops(tree: Tree, node: Node) -> None:
         if isinstance(child, Loop):
             inside = sum(advances(n) for n in child.body)
             bound = f", at most {child.bound}" if child.bound is not None and not child.trips.isdigit() else ""
-            notes = [n for n in (f"{inside} chunk{'s' * (inside > 1)} a turn" if inside else "", child.doc) if n]
-            text = f"for {child.var} in range({child.trips}){bound}: {child.name}" + (f" ({'; '.join(notes)})" if notes else "")
+            notes = [n for n in (f"{show.several(inside, 'chunk')} a turn" if inside else "", child.doc) if n]
+            text = f"for {child.var} in range({child.trips}){bound}" + (f": {child.name}" if child.name else "")
+            text += f" ({'; '.join(notes)})" if notes else ""
             loops(tree.add(text), child)
         elif isinstance(child, Branch):
             branch = tree.add(f"branch on {child.selector}")

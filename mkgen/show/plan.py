@@ -23,7 +23,8 @@ def plan(made: Plan, figures: dict[int, dict], findings: list, as_json: bool) ->
         return
     out, build = show.console(), made.spec.build
     factors = " x ".join(f"{name} {size}" for name, size in build.mesh.items())
-    out.print(f"{made.spec.model.name} on {made.target.name}: {made.mesh.ranks} cores ({factors}), context {build.context}")
+    cores = show.several(made.mesh.ranks, "core")
+    out.print(f"{made.spec.model.name} on {made.target.name}: {cores} ({factors}), context {build.context}")
     for section in (totals(made, figures, word), vmem_map(made), hbm(made), tape(made), streamed(made)):
         out.print()
         out.print(section)
@@ -42,9 +43,14 @@ def as_dict(figures: dict[int, dict], word: str) -> dict[str, Any]:
     return {**next(iter(each.values())), "variants": {str(rows): f for rows, f in each.items()}}
 
 
+def bytes_of(variants: Iterable[int]) -> list[str]:
+    """Column names, one a row variant."""
+    return [f">bytes, {show.several(rows, 'row')}" for rows in variants]
+
+
 def totals(made: Plan, figures: dict[int, dict], word: str):
     """One column a row variant."""
-    t = show.table("Figures, of one core", "", *(f">{rows} row{'s' * (rows > 1)}" for rows in figures))
+    t = show.table("Figures, of one core", "", *(f">{show.several(rows, 'row')}" for rows in figures))
     budget = made.target.vmem_usable_bytes - made.spec.build.spill_kib * 1024
     rate = made.target.hbm_bytes_per_s
     lines = {
@@ -65,7 +71,7 @@ def totals(made: Plan, figures: dict[int, dict], word: str):
 def vmem_map(made: Plan):
     """Buffers by size, in tile-padded bytes, then the sum, the reserve and what the chip gives."""
     variants = made.spec.build.rows
-    t = show.table("VMEM map", "buffer", "type", *(f">bytes, {rows} row{'s' * (rows > 1)}" for rows in variants), "purpose")
+    t = show.table("VMEM map", "buffer", "type", *bytes_of(variants), "purpose")
     sizes = {rows: made.vmem(rows) for rows in variants}
     for name in sorted(sizes[variants[0]], key=lambda n: (-max(s[n] for s in sizes.values()), n)):
         b = made.buffers[name]
@@ -75,30 +81,35 @@ def vmem_map(made: Plan):
     spill, usable = made.spec.build.spill_kib * 1024, made.target.vmem_usable_bytes
     t.add_section()
     t.add_row("total", "", *(show.number(sum(s.values())) for s in sizes.values()), "")
-    t.add_row("budget", "", *(show.number(usable - spill) for _ in variants), f"{usable:,} usable, less {spill:,} for spills")
+    t.add_row("budget", "", *(show.number(usable - spill) for _ in variants),
+              f"{usable:,} usable, less {spill:,} for spills")
     return t
 
 
 def hbm(made: Plan):
     """What stays in a core's HBM."""
     variants = made.spec.build.rows
-    t = show.table("HBM held by a core", "what", *(f">bytes, {rows} row{'s' * (rows > 1)}" for rows in variants), "")
+    t = show.table("HBM held by a core", "what", *bytes_of(variants), "")
     image = made.experts
-    fixed = [("tape", made.tape_rows * 512, f"{made.chunks:,} chunks through {made.ring_depth} slots of {made.slot_rows * 512:,} bytes")]
+    slots = f"{show.several(made.ring_depth, 'slot')} of {made.slot_rows * 512:,} bytes"
+    fixed = [("tape", made.tape_rows * 512, f"{show.several(made.chunks, 'chunk')} through {slots}")]
     if image:
-        fixed.append(("experts", image.bytes, f"{image.layers} layers of {image.local_experts} in {image.format}, {image.rows * 512:,} bytes each"))
+        each = f"{image.local_experts} in {image.format}, {image.rows * 512:,} bytes each"
+        fixed.append(("experts", image.bytes, f"{show.several(image.layers, 'layer')} of {each}"))
     fixed.append(("embedding", made.embed_rows * 512, "this core's part of the vocabulary"))
     for name, size, note in fixed:
         t.add_row(name, *(show.number(size) for _ in variants), note)
     t.add_row("states", *(show.number(made.state_bytes(rows)) for rows in variants), ", ".join(made.states.values()))
     t.add_section()
-    t.add_row("total", *(show.number(made.bytes_per_core(rows)) for rows in variants), f"of {made.target.hbm_bytes:,.0f}")
+    t.add_row("total", *(show.number(made.bytes_per_core(rows)) for rows in variants),
+              f"of {made.target.hbm_bytes:,.0f}")
     return t
 
 
 def tape(made: Plan):
     """Each family of the tape over a whole step: true bytes, stored bytes, and what is stored in vain."""
-    t = show.table("Tape, bytes a step", "matrix or vectors", "shape on a core", "stored as", ">layers", ">true", ">stored", ">waste", ">%")
+    t = show.table("Tape, bytes a step", "matrix or vectors", "shape on a core", "stored as", ">layers",
+                   ">true", ">stored", ">waste", ">%")
     uses, rest, named = entries(made), Bytes(), families(made)
     for name, b in sorted(named.items(), key=lambda item: -item[1].copied):
         m = made.matrices.get(name)
@@ -106,7 +117,7 @@ def tape(made: Plan):
             rest += b
             continue
         layers = sum(n for entry, n in uses[name] if entry.block in (None, 0))
-        blocks = f"{m.blocks} {m.layout} block{'s' * (m.blocks > 1)} [{m.block_k}, {m.block_n}]"
+        blocks = f"{show.several(m.blocks, 'block')} [{m.block_k}, {m.block_n}], {m.layout}"
         t.add_row(name, f"[{m.k}, {m.n}]" + " whole" * m.whole, blocks, str(layers), *waste(b))
     t.add_row("vectors", "", "rows of 128 lanes", "", *waste(rest))
     t.add_section()
@@ -115,14 +126,14 @@ def tape(made: Plan):
 
 
 def waste(b: Bytes) -> tuple[str, str, str, str]:
-    return show.number(b.true), show.number(b.copied), show.number(b.copied - b.true), show.percent(b.copied - b.true, b.true)
+    lost = b.copied - b.true
+    return show.number(b.true), show.number(b.copied), show.number(lost), show.percent(lost, b.true)
 
 
 def streamed(made: Plan):
     """Where the bytes that a step copies come from."""
     variants = made.spec.build.rows
-    t = show.table("Copied from HBM by a core in a step, bytes", "what",
-                   *(f">{rows} row{'s' * (rows > 1)}" for rows in variants), "")
+    t = show.table("Copied from HBM by a core in a step", "what", *bytes_of(variants), "")
     tape_bytes = sum(families(made).values(), Bytes())
     parts = [("tape", lambda rows: tape_bytes, "each weight once, whatever the rows")]
     if made.experts:
@@ -131,7 +142,8 @@ def streamed(made: Plan):
     for name, part, note in parts:
         t.add_row(name, *(show.number(part(rows).copied) for rows in variants), note)
     t.add_section()
-    t.add_row("total", *(show.number(sum(part(rows).copied for _, part, _ in parts)) for rows in variants), "caches and states come on top")
+    t.add_row("total", *(show.number(sum(part(rows).copied for _, part, _ in parts)) for rows in variants),
+              "caches and states come on top")
     return t
 
 
@@ -140,7 +152,8 @@ def exchanges(out: Console, made: Plan) -> None:
     found = collectives(made)
     if not found:
         return
-    t = show.table("Collectives", "sub-layer", ">layers", "kind", "factor", ">a layer", ">a step", ">bytes of a message, a row")
+    t = show.table("Collectives", "sub-layer", ">layers", "kind", "factor", ">a layer", ">a step",
+                   ">bytes of a message, a row")
     sizes = dict(made.mesh.factors)
     for (region, kind, factor, size), (count, layers) in found.items():
         t.add_row(region, str(layers), kind, f"{factor} ({sizes[factor]})", str(count), str(count * layers),

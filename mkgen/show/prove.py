@@ -38,8 +38,9 @@ def compiled(made: Plan, results: dict[int, Any], as_json: bool) -> bool:
         top = {key: first.get(key) for key in COMPILED}
         show.put_json({**top, "verdict": show.verdict(good), "variants": {str(rows): r for rows, r in each.items()}})
         return good
-    title = f"{made.spec.model.name} compiled for {made.mesh.ranks} cores of {made.target.name}, context {made.spec.build.context}"
-    t = show.table(title, "", *(f">{rows} row{'s' * (rows > 1)}" for rows in each))
+    cores, context = show.several(made.mesh.ranks, "core"), made.spec.build.context
+    t = show.table(f"{made.spec.model.name} compiled for {cores} of {made.target.name}, context {context}", "",
+                   *(f">{show.several(rows, 'row')}" for rows in each))
     extra = dict.fromkeys(key for r in each.values() for key, v in r.items() if not isinstance(v, (dict, list, tuple)))
     keys = list(dict.fromkeys([*COMPILED, *(k for k in extra if k not in ("rows", "verdict"))]))
     for key in keys:
@@ -56,10 +57,11 @@ def verified(spec: Spec, results: Iterable[Any], as_json: bool) -> bool:
     if as_json:
         show.put_json({"verdict": show.verdict(good), "rungs": rungs})
         return good
-    t = show.table(f"{spec.model.name}: mini model against the reference", "rung", "compared", ">error", ">bound", "verdict")
+    t = show.table(f"{spec.model.name}: mini model against the reference", "rung", "compared", ">error", ">bound",
+                   "verdict")
     for r in rungs:
         word = show.coloured(r["verdict"])
-        if r.get("reason"):
+        if r.get("reason") and r["verdict"] != "pass":
             word = word + f": {r['reason']}"
         t.add_row(*(plain(r.get(key)) for key in RUNG[:4]), word)
     out = show.console()

@@ -1,0 +1,105 @@
+"""Back from images to logical weights, bit for bit: the proof that packing loses nothing, by the inverse functions of `formats`."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mkgen.pack import formats
+from mkgen.pack.formats import LANES
+from mkgen.pack.places import TapePlaces, embedding_run, expert_ranks, share
+from mkgen.plan.experts import ExpertImage
+from mkgen.plan.plan import Plan
+from mkgen.plan.tape import Matrix
+
+
+def matrix_from_tape(places: TapePlaces, tape: np.ndarray, layer: int | None, name: str) -> np.ndarray:
+    """bf16 [k_padded, n_padded] of a rank: a matrix with all its parts and its padding."""
+    m = places.plan.matrices[name]
+    out = np.empty((m.k_padded, m.n_padded), formats.bfloat16)
+    undo = formats.unpack_panels if m.layout == "panels" else formats.unpack_lanes
+    for block, row in places.entries[layer, name]:
+        n, k = divmod(block, m.k_blocks)
+        value = undo(tape[row:row + m.block_rows], m.block_k, m.block_n)
+        out[k * m.block_k:(k + 1) * m.block_k, n * m.block_n:(n + 1) * m.block_n] = value
+    return out
+
+
+def vector_from_tape(places: TapePlaces, tape: np.ndarray, layer: int | None, name: str) -> np.ndarray:
+    """f32 or bf16 [lines, whole lanes] of a rank: a vector with all its parts, and the padding of each line."""
+    v = places.plan.vectors[name]
+    (_, row), = places.entries[layer, name]
+    count = v.lane_rows * LANES
+    rows = tape[row:row + formats.vector_rows(count, v.dtype)]
+    return formats.unpack_vector(rows, count, v.dtype).reshape(v.lines, -1)
+
+
+def weight_from_tapes(places: TapePlaces, tapes: Sequence[np.ndarray], layer: int | None, name: str) -> np.ndarray:
+    """A whole logical weight from the tapes of all ranks, in the dtype stored.
+
+    Raises ValueError if ranks that hold the same elements differ, or if no rank holds some of them.
+    """
+    plan = places.plan
+    weight = plan.weights[name]
+    out, known = None, np.zeros(weight.shape, bool)
+    for home in places.homes[layer, name]:
+        read = matrix_from_tape if isinstance(home.of, Matrix) else vector_from_tape
+        for rank, tape in enumerate(tapes):
+            cut = tuple(share(weight, axis, home.of.whole, plan.mesh.ranks, rank) for axis in range(len(weight.shape)))
+            sizes = [s.stop - s.start for s in cut]
+            local = read(places, tape, layer, home.of.name)[:sizes[0] if len(sizes) == 2 else 1, home.at:home.at + sizes[-1]]
+            out = np.zeros(weight.shape, local.dtype) if out is None else out
+            local = local.reshape(sizes)
+            if not np.array_equal(out[cut][known[cut]], local[known[cut]]):
+                raise ValueError(f"{name}: rank {rank} holds other values than the ranks before it")
+            out[cut], known[cut] = local, True
+    if not known.all():
+        raise ValueError(f"{name}: no rank holds {np.count_nonzero(~known)} of its elements")
+    return out
+
+
+def embedding_from_images(plan: Plan, images: Sequence[np.ndarray]) -> np.ndarray:
+    """bf16 [vocab, hidden] from the embedding images of all ranks."""
+    hidden = plan.spec.model.hidden
+    words = -(-hidden // (2 * LANES))
+    parts = []
+    for rank, image in enumerate(images):
+        run = embedding_run(plan, rank)
+        tokens = image[:(run.stop - run.start) * words].reshape(-1, words * LANES)
+        low, high = tokens & np.uint32(0xFFFF), tokens >> np.uint32(16)
+        halves = np.stack([h.astype(np.uint16).reshape(-1, words, LANES) for h in (low, high)], axis=2)
+        parts.append(halves.reshape(len(tokens), 2 * words * LANES)[:, :hidden])
+    return np.concatenate(parts).view(formats.bfloat16)
+
+
+def expert_from_images(plan: Plan, images: Sequence[np.ndarray], index: int, expert: int) -> list:
+    """Gate, up and down of `expert` of the index-th layer with experts, from the expert images of all ranks.
+
+    Each is bf16 [K, N], or (u8 codes [K, N], e8m0 scales [groups, N]) with down's K padded to whole groups.
+    """
+    image, matrices = plan.experts, []
+    slot = index * image.local_experts + expert % image.local_experts
+    held = [images[r][slot] for r in expert_ranks(plan, expert)]
+    for which in range(3):
+        parts = [_expert_matrix(image, rows, which) for rows in held]
+        axis = 1 if which < 2 else 0
+        matrices.append(np.concatenate(parts, axis) if image.format == "bf16" else
+                        tuple(np.concatenate([p[i] for p in parts], axis) for i in range(2)))
+    return matrices
+
+
+def _expert_matrix(image: ExpertImage, rows: np.ndarray, which: int):
+    """A rank's part of gate (0), up (1) or down (2), without its padding."""
+    section = image.down if which == 2 else image.up
+    panels = section.panels if which == 2 else section.panels // 2
+    first = panels if which == 1 else 0
+    width, n = image.out if which == 2 else image.width, panels * LANES
+
+    def cut(at: int, depth: int) -> np.ndarray:
+        return rows[at + first * depth:at + (first + panels) * depth]
+
+    codes = cut(section.at, section.panel_rows)
+    if image.format == "bf16":
+        return formats.unpack_panels(codes, section.k, n)[:image.width if which == 2 else image.k, :width]
+    scales = formats.unpack_scales(cut(section.scales_at, section.scale_rows), section.k, n)
+    return formats.unpack_codes(codes, section.k, n)[:, :width], scales[:, :width]

@@ -1,0 +1,52 @@
+"""What the sub-layers of a plan share while it is made: declarations, and where carried values lie."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkgen.graph.ir import LayerGraph, State, Weight
+from mkgen.plan.regions import Buffer, Transfer
+from mkgen.plan.shard import Mesh
+from mkgen.plan.tape import LANES, Matrix, Vector
+from mkgen.spec.model import Build
+
+ROWS_PADDED = 8                          # decode rows are padded to one sublane tile
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies: columns [at, at + width) of a buffer, and how complete it is on this rank."""
+    buffer: str
+    at: int
+    width: int
+    dtype: str
+    spread: str                          # whole | split | partial
+
+
+class Memory:
+    """Declarations shared by all sub-layers: buffers, transfers, matrices, vectors, places of carried values."""
+
+    def __init__(self, graph: LayerGraph, build: Build, mesh: Mesh):
+        self.graph, self.build, self.mesh = graph, build, mesh
+        self.slot_rows = build.block_kib * 1024 // (LANES * 4)
+        self.ring_depth = build.ring_depth
+        self.buffers: dict[str, Buffer] = {}
+        self.transfers: dict[str, Transfer] = {}
+        self.matrices: dict[str, Matrix] = {}
+        self.vectors: dict[str, Vector] = {}
+        self.weights: dict[str, Weight] = {}
+        self.states: dict[str, tuple[State, Buffer]] = {}
+        self.places: dict[str, Place] = {}
+        self.experts: dict[str, object] = {}
+        self.embed_rows = 0
+        self.notes: list[tuple[str, str]] = []
+        self.payload = {"reduce": 0, "gather": 0}
+
+    def declare(self, b: Buffer) -> str:
+        known = self.buffers.setdefault(b.name, b)
+        if known != b:
+            raise ValueError(f"buffer {b.name} is declared twice, differently: {known} and {b}")
+        return b.name
+
+
+def identifier(name: str) -> str:
+    return name.replace(".", "_")

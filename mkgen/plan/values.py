@@ -1,0 +1,87 @@
+"""The builder's view of values: where each lies, and the source text that reads or writes it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkgen.graph.ir import Value
+from mkgen.plan.memory import Place, ROWS_PADDED, identifier
+from mkgen.plan.shard import local_units
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a step stores its result: `m.h[...] = (expr).astype(bf16)`."""
+    ref: str
+    dtype: str
+    width: int
+
+    def set(self, expr: str) -> str:
+        return f"{self.ref}[...] = {expr}" + ("" if self.dtype == "f32" else f".astype({self.dtype})")
+
+
+class Values:
+    def local(self, v: Value, spread: str) -> int:
+        return v.width // v.units * local_units(v.units, self.ranks) if spread == "split" else v.width
+
+    def place(self, v: Value) -> Place:
+        if v.name not in self.memory.places:
+            if not v.carried:
+                raise ValueError(f"{self.sub.name}: {v.name} is read before it is made")
+            self.place_carried(v)
+        return self.memory.places[v.name]
+
+    def place_carried(self, v: Value) -> None:
+        shape = (ROWS_PADDED, v.width) if v.planes == 1 else (v.planes, ROWS_PADDED, v.width)
+        self.buffer(v.name, shape, v.dtype, "the residual stream" if v.planes == 1 else "snapshots of the residual stream")
+        self.memory.places[v.name] = Place(identifier(v.name), 0, v.width, v.dtype, "whole")
+
+    def ref(self, v: Value) -> str:
+        """The ref that holds v."""
+        return f"m.{self.place(v).buffer}"
+
+    def read(self, v: Value, dtype: str) -> str:
+        """Source text of v's local columns as `dtype`, rounded if v is a bf16 value kept unrounded."""
+        p = self.place(v)
+        width = self.memory.buffers[p.buffer].shape[-1]
+        text = f"m.{p.buffer}[...]" if (p.at, p.width) == (0, width) else f"m.{p.buffer}[:, {p.at}:{p.at + p.width}]"
+        if v.dtype == "bf16" and p.dtype == "f32" and p.spread != "partial":
+            return f"{text}.astype(bf16)" if dtype == "bf16" else f"round_bf16({text})"
+        return text if p.dtype == dtype else f"{text}.astype({dtype})"
+
+    def columns(self, vs: tuple[Value, ...]) -> str:
+        """Source text, float32, of values that lie side by side in one buffer."""
+        places = [self.place(v) for v in vs]
+        for left, right in zip(places, places[1:]):
+            if (left.buffer, left.at + left.width) != (right.buffer, right.at):
+                raise ValueError(f"{self.op.name}: {', '.join(v.name for v in vs)} must lie side by side")
+        text = f"m.{places[0].buffer}[:, {places[0].at}:{places[-1].at + places[-1].width}]"
+        rounded = vs[0].dtype == "bf16" and places[0].dtype == "f32"
+        return f"round_bf16({text})" if rounded else text if places[0].dtype == "f32" else f"{text}.astype(f32)"
+
+    def join(self, vs: tuple[Value, ...], name: str) -> Target:
+        """A new buffer that holds several outputs of the current op side by side."""
+        spread, at = self.result(vs[0]), 0
+        widths = [self.local(v, spread) for v in vs]
+        buffer = self.buffer(name, (ROWS_PADDED, sum(widths)), vs[0].dtype, " | ".join(v.name for v in vs))
+        for v, width in zip(vs, widths):
+            self.memory.places[v.name] = Place(buffer, at, width, v.dtype, spread)
+            at += width
+        return Target(f"m.{buffer}", vs[0].dtype, at)
+
+    def write(self, v: Value, width: int | None = None, dtype: str | None = None) -> Target:
+        """A new buffer for an output of the current op (or the carried buffer), to be stored to with `set`. The buffer may be
+        wider than the value, and keep it unrounded (`dtype`)."""
+        if v.carried:
+            p = self.place(v)
+        else:
+            spread = self.result(v)
+            local = self.local(v, spread)
+            name = self.buffer(v.name, (ROWS_PADDED, width or local), dtype or v.dtype, v.name)
+            p = self.memory.places[v.name] = Place(name, 0, local, dtype or v.dtype, spread)
+        return Target(f"m.{p.buffer}", p.dtype, p.width)
+
+    def alias(self, x: Value, ys: tuple[Value, ...]) -> None:
+        p, at = self.place(x), 0
+        for y in ys:
+            self.memory.places[y.name] = Place(p.buffer, p.at + at, y.width, p.dtype, p.spread)
+            at += y.width

@@ -1,0 +1,126 @@
+"""The builder's view of weights: cuts them into chunks of the tape and gives the source text that reads them."""
+from __future__ import annotations
+
+from mkgen.graph.ir import Weight
+from mkgen.plan.experts import ExpertImage, plan_experts
+from mkgen.plan.memory import Place, ROWS_PADDED, identifier
+from mkgen.plan.regions import Advance, Start, Wait
+from mkgen.plan.shard import local_units
+from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
+
+
+class Weights:
+    def whole(self, ws: tuple[Weight, ...]) -> bool:
+        """A family is kept whole if the build says so or if it has fewer units than there are ranks (unless it shares a
+        matrix with families that are split: those repeat their units instead)."""
+        return any(w.name in self.build.replicate for w in ws) or all(w.split is None or w.units < self.ranks for w in ws)
+
+    def width(self, w: Weight, axis: int, whole: bool) -> int:
+        if whole or w.split != axis:
+            return w.shape[axis]
+        return w.shape[axis] // w.units * local_units(w.units, self.ranks)
+
+    def take(self, entry_rows: int, name: str, block: int | None = None) -> int:
+        """A place for `entry_rows` rows in the open chunk; opens one (and waits for it) where none is open or it is full."""
+        if self.open is not None and sum(e.rows for e in self.open) + entry_rows > self.memory.slot_rows:
+            self.close()
+        if self.open is None:
+            self.open = []
+            self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
+        at = sum(e.rows for e in self.open)
+        self.open.append(Entry(name, at, entry_rows, block))
+        return at
+
+    def close(self) -> None:
+        """The open chunk has been read for the last time: its slot is refilled with the chunk `ring_depth` ahead."""
+        if self.open is not None:
+            self.advance(refill=self.refills(1) == 1)
+            self.chunks.append(Chunk(tuple(self.open)))
+            self.open = None
+
+    def advance(self, refill: bool) -> None:
+        self.nodes[-1] += ([Start("tape_copy", ("m", "g + RING_DEPTH"))] if refill else []) + [Advance()]
+
+    def refills(self, count: int) -> int:
+        """How many of the next `count` chunks may refill their slot: all, except at the end of the tape."""
+        if self.end_chunks is None:
+            return count
+        return max(0, min(count, self.end_chunks - self.memory.ring_depth - len(self.chunks)))
+
+    def vector(self, *ws: Weight) -> str:
+        """Source text [lane_rows, 128] float32 of one family, or of several side by side (line by line for taps)."""
+        name = ws[0].name if len(ws) == 1 else "+".join(w.name for w in ws)
+        whole = self.ranks == 1 or all(w.split is None for w in ws)
+        lines = ws[0].shape[0] if len(ws[0].shape) == 2 else 1
+        width = sum(self.width(w, len(w.shape) - 1, whole) for w in ws)
+        v = Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
+        self.memory.vectors[name] = v
+        self.memory.weights.update({w.name: w for w in ws})
+        at = self.take(v.rows, name)
+        rows = f"tape_rows(m, g, {at}, {v.rows})"
+        return f"bitcast({rows}, f32)" if v.dtype == "f32" else f"bitcast({rows}, bf16).astype(f32)"
+
+    def matrix(self, name: str, ws: tuple[Weight, ...], along: str) -> Matrix:
+        whole = self.ranks == 1 or (along == "columns" and self.whole(ws)) or along == "whole"
+        k = self.width(ws[0], 0, whole)
+        parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
+        m = plan_matrix(name, parts, k, whole, self.memory.slot_rows)
+        self.memory.matrices[name] = m
+        self.memory.weights.update({w.name: w for w in ws})
+        return m
+
+    def block(self, name: str, ws: tuple[Weight, ...], along: str = "columns") -> tuple[str, Matrix]:
+        """Source text [k, n] bf16 of a small matrix that is one block of the open chunk."""
+        m = self.matrix(name, ws, along)
+        if m.blocks != 1 or m.layout != "panels":
+            raise ValueError(f"{name}: [{m.k}, {m.n}] must be one block of panels, of at most {self.build.block_kib} KiB")
+        at = self.take(m.block_rows, name, 0)
+        return f"panels(m, g, {at}, {m.block_k}, {m.block_n})", m
+
+    def matmul(self, op) -> None:
+        """A Linear: blocks one after another through the ring; one block shares a chunk with its neighbours."""
+        m = self.matrix(op.name, op.ws, op.along)
+        spread = {"columns": "split", "rows": "partial"}.get(op.along, "whole") if self.ranks > 1 and not m.whole else "whole"
+        logits = op.ys[0].name == "logits"
+        buffer = self.buffer("logits" if logits else op.name + "_y", (ROWS_PADDED, m.n_padded), "f32",
+                             "logits of this rank's vocabulary" if logits else " | ".join(y.name for y in op.ys),
+                             space="out" if logits else "vmem")
+        at = 0
+        for y, part in zip(op.ys, m.parts):
+            self.memory.places[y.name] = Place(buffer, at, part.width, "f32", spread)
+            at += part.width
+        x = self.place(op.x)
+        args = dict(matrix=m, x=self.read(op.x, "bf16"), y=f"m.{buffer}", pad=m.k_padded - x.width)
+        if m.blocks == 1:
+            self.step(op, "linear", "single", writes=(buffer,), at=self.take(m.block_rows, m.name, 0), **args)
+            return
+        self.close()
+        if m.k_blocks > 1:
+            self.step(op, "linear", "clear", writes=(buffer,), y=f"m.{buffer}")
+        args |= dict(x_ref=f"m.{x.buffer}", x_at=x.at, x_dtype=x.dtype)
+        filled = self.refills(m.blocks)
+        for first, last in ((0, filled), (filled, m.blocks)):
+            if first == last:
+                continue
+            with self.loop(f"{identifier(op.name)}_block", "i", str(last - first), doc=f"{m.blocks} blocks"):
+                self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
+                self.step(op, "linear", "block", writes=(buffer,), first=first, **args)
+                self.advance(refill=first < filled)
+        self.chunks += [Chunk((Entry(m.name, 0, m.block_rows, i),)) for i in range(m.blocks)]
+
+    def embedding(self, table: Weight, run: int) -> int:
+        """Declares the rank's part of an embedding table, `run` tokens; returns u32 rows a token."""
+        words = -(-table.shape[1] // (2 * LANES))
+        self.memory.weights[table.name] = table
+        self.memory.embed_rows = run * words
+        return words
+
+    def expert_image(self, op) -> ExpertImage:
+        layers = sum(self.sub.name in run for run in self.memory.graph.layers)
+        names = tuple(w.name for w in op.weights())
+        image = plan_experts(self.build.formats.get("experts", "bf16"), layers, op.experts, self.build.expert_parallel,
+                             self.build.tensor_parallel, op.x.width, op.width, op.y.width, names)
+        self.memory.weights.update({w.name: w for w in op.weights()})
+        if self.memory.experts.setdefault("image", image) != image:
+            raise ValueError(f"{op.name}: a model has one kind of routed experts")
+        return image

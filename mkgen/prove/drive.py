@@ -1,0 +1,82 @@
+"""Runs a generated kernel on virtual devices, step by step, under the interpreter."""
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mkgen.emit.render import render_kernel
+from mkgen.pack.image import embedding_image, expert_image, tape_image
+from mkgen.plan.plan import Plan
+from mkgen.prove.interpret import Findings, interpret_params, watch
+from mkgen.prove.scenario import Scenario
+from mkgen.prove.state_image import layouts, to_kernel
+
+
+def load_kernel(plan: Plan):
+    """The generated module, imported from a temporary file."""
+    path = Path(tempfile.mkdtemp(prefix="mkgen_")) / "kernel.py"
+    path.write_text(render_kernel(plan), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("mkgen_generated_kernel", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pack_operands(plan: Plan, params) -> dict[str, jax.Array]:
+    """All ranks' weights side by side, [ranks, ...]."""
+    ranks = range(plan.mesh.ranks)
+    makers = {"tape": tape_image, "embedding": embedding_image, **({"experts": expert_image} if plan.experts else {})}
+    return {n: np.stack([make(plan, rank, params) for rank in ranks]) for n, make in makers.items()}
+
+
+@dataclass
+class Trace:
+    """What the kernel gave. logits [steps][ranks, 8, local]; tokens [steps][ranks, rows]; states [step][name] [ranks, ...], the
+    first one as it was handed in."""
+    mode: str
+    rows: int
+    logits: list[np.ndarray] = field(default_factory=list)
+    tokens: list[np.ndarray] = field(default_factory=list)
+    states: list[dict[str, np.ndarray]] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
+    seconds: list[float] = field(default_factory=list)
+
+
+def run_kernel(plan: Plan, module, operands: dict, scenario: Scenario, mode: str, steps: int) -> Trace:
+    """`steps` steps of the scenario from its prefilled states, tokens forced."""
+    rows, mesh = scenario.rows, Mesh(np.array(jax.devices()[:plan.mesh.ranks]), ("tp",))
+    split, whole = PartitionSpec("tp"), PartitionSpec()
+    tables = {"chunks": plan.chunk_table(), "facts": plan.fact_table()}
+    trace = Trace(mode, rows)
+
+    def rank_step(small, large, state):
+        given = {**small, **{n: a[0] for n, a in large.items()}}
+        out, state = module.decode_call(rows, given, {n: a[0] for n, a in state.items()}, interpret=interpret_params(mode))
+        return jax.tree.map(lambda a: a[None], (out, state))
+
+    step = jax.jit(jax.shard_map(rank_step, mesh=mesh, in_specs=(whole, split, split), out_specs=split, check_vma=False))
+    large = jax.device_put(operands, NamedSharding(mesh, split))
+    state = {plan.states[layout.name]: np.stack([to_kernel(layout, scenario.states[0][layout.name], scenario.written, rank)
+                                                 for rank in range(plan.mesh.ranks)]) for layout in layouts(plan, rows)}
+    trace.states.append(state)
+    for now in scenario.steps[:steps]:
+        begin = time.time()
+        small = {"tokens": jnp.asarray(now.tokens), "positions": jnp.asarray(now.positions), **tables}
+        with watch(trace.findings):
+            out, state = jax.block_until_ready(step(small, large, jax.device_put(state, NamedSharding(mesh, split))))
+            out, state = jax.tree.map(np.asarray, (out, state))
+        trace.logits.append(out["logits"])
+        trace.tokens.append(out["token"][:, :rows, 0])
+        trace.states.append(state)
+        trace.seconds.append(time.time() - begin)
+    return trace

@@ -1,0 +1,102 @@
+"""What the proof decodes: sequences just before a tile's edge, and what the reference makes of them.
+
+Four rows (as many as the variant has): one a token before the end of its first tile, one before the end of its second, one
+inactive, one at position 0. In the last step the first row is alone, so that some rank may be left without an expert.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mkgen.graph.ir import LayerGraph
+from mkgen.reference.evaluate import Decoder, Params
+from mkgen.spec.model import Spec
+
+CANDIDATES = 16                               # tokens that are tried for a row, for wide router gaps and idle ranks
+GAP_NOISE = 0.005                             # of a router score: bf16 may turn a choice that is closer
+
+
+@dataclass
+class Step:
+    tokens: np.ndarray                        # int32 [rows]
+    positions: np.ndarray                     # int32 [rows], -1: inactive
+    logits: np.ndarray                        # float32 [rows, vocab]
+    chosen: list[np.ndarray]                  # per layer with a router: bool [rows, experts]
+    gap: np.ndarray                           # [rows]: the closest call of any router in this step; inf where there is none
+
+
+@dataclass
+class Scenario:
+    """written: tokens each row has seen before the first step. states: before the first step, and after each step."""
+    rows: int
+    context: int
+    written: list[int]
+    states: list[dict[str, np.ndarray]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def row(self, row: int) -> Scenario:
+        """The same for one row alone: rows do not see each other."""
+        def cut(s: Step) -> Step:
+            one = slice(row, row + 1)
+            return Step(s.tokens[one], s.positions[one], s.logits[one], [c[one] for c in s.chosen], s.gap[one])
+        states = [{n: s[:, row:row + 1] for n, s in states.items()} for states in self.states]
+        return Scenario(1, self.context, [self.written[row]], states, [cut(s) for s in self.steps])
+
+
+def run_reference(graph: LayerGraph, params: Params, spec: Spec, steps: int, seed: int = 0) -> Scenario:
+    """Prefills token by token, then decodes `steps` steps; the reference rounds where the kernel does."""
+    tile, context, vocab = spec.build.kv_tile, spec.build.context, spec.model.vocab
+    rows = max(spec.build.rows)
+    written = [tile - 1, 2 * tile - 1, tile // 2, 0][:rows]
+    rng = np.random.default_rng(seed)
+    decoder = Decoder(graph, params, rows, context)
+    for t in range(max(written)):
+        decoder.step(rng.integers(0, vocab, rows), [t if t < n else -1 for n in written])
+    scenario = Scenario(rows, context, written, [_copy(decoder.states)])
+    parts = spec.build.expert_parallel
+    for n in range(steps):
+        alone = n == steps - 1 and steps > 2
+        positions = np.array([-1 if row == 2 or alone and row else count + n for row, count in enumerate(written)], np.int32)
+        tokens = _choose(decoder, positions, rng, vocab, parts, same=n == 0)
+        logits = decoder.step(tokens, positions)
+        chosen = [c for _, _, c, _ in decoder.notes]
+        gap = np.min([g for _, _, _, g in decoder.notes], axis=0, initial=np.inf) if decoder.notes else np.full(rows, np.inf)
+        scenario.steps.append(Step(tokens.astype(np.int32), positions, logits, chosen, gap))
+        scenario.states.append(_copy(decoder.states))
+    return scenario
+
+
+def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool) -> np.ndarray:
+    """A token for each row, out of a few: first those without a close call, then those that leave most ranks idle, in company with
+    the rows before. `same`: the second row takes the first one's token."""
+    tokens, busy = rng.integers(0, vocab, decoder.rows), None
+    if vocab > 1:
+        tokens[positions < 0] = 1                                     # no token of an inactive row is looked up
+    for row in np.flatnonzero(positions >= 0):
+        tried = rng.permutation(vocab)[:CANDIDATES] if vocab >= CANDIDATES else rng.integers(0, vocab, CANDIDATES)
+        if same and row == 1:
+            tried = tokens[:1]
+        notes = _try(decoder, row, int(positions[row]), tried)
+        if not notes:
+            tokens[row] = tried[0]
+            continue
+        gap = np.min([g for *_, g in notes], axis=0)
+        groups = np.stack([c.reshape(len(tried), parts, -1).any(-1) for _, _, c, _ in notes], 1)      # [tried, layers, parts]
+        together = groups if busy is None else groups | busy
+        idle = (~together).sum((1, 2))
+        best = max(range(len(tried)), key=lambda i: (gap[i] >= GAP_NOISE, idle[i], gap[i]))
+        tokens[row], busy = tried[best], together[best]
+    return tokens
+
+
+def _try(decoder: Decoder, row: int, position: int, tokens: np.ndarray):
+    """The routing of one more step of `row`, for each of `tokens` in its place."""
+    trial = Decoder(decoder.graph, decoder.params, len(tokens), decoder.context)
+    trial.states = {n: np.repeat(s[:, row:row + 1], len(tokens), axis=1) for n, s in decoder.states.items()}
+    trial.step(tokens, np.full(len(tokens), position))
+    return trial.notes
+
+
+def _copy(states: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {n: s.copy() for n, s in states.items()}
