@@ -82,7 +82,7 @@ def compile_(asked: Asked) -> None:
     made = asked.plan()
     from mkgen.prove.compile import compile_spec
     from mkgen.show import prove as show
-    finish(show.compiled(made, {rows: compile_spec(made, rows) for rows in made.spec.build.rows}, asked.json))
+    finish(show.compiled(made, compile_spec(made), asked.json))
 
 
 @main.command()
@@ -107,7 +107,8 @@ def pack(asked: Asked, from_dir: str, out_dir: str, convert: bool, force: bool) 
     """Turn a checkpoint into each rank's tape and expert image."""
     made = asked.plan()
     from mkgen.pack.write import pack_command
-    finish(pack_command(made, Path(from_dir), Path(out_dir), convert, force, asked.json) is not False)
+    figures = pack_command(made, Path(from_dir), Path(out_dir), convert, force, asked.json)
+    finish(figures["verdict"] == "pass")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +17,8 @@ from click.testing import CliRunner
 from mkgen import cli_base
 from mkgen.cli import main
 from mkgen.errors import MkgenError
+from mkgen.prove.compile import CompileResult
+from mkgen.prove.vmem_report import BufferBytes
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN, KIMI = (str(ROOT / "model_specs" / f"{name}.yaml") for name in ("qwen3_30b_a3b", "kimi_k3"))
@@ -235,26 +236,24 @@ def test_build_into_a_file_is_wrong_input(clean, tmp_path):
 # -- compile, verify and pack ----------------------------------------------------------------------
 
 
-@dataclass
-class Compiled:
-    rows: int
-    verdict: str
-    compile_seconds: float = 1.5
-    vmem_bytes: int = 1000
-    planned_vmem_bytes: int = 900
-    bytes_per_core: int = 7
-    code_bytes: int = 12345
+def compiled(rows: int, verdict: str):
+    return CompileResult(
+        rows, verdict, () if verdict == "pass" else ("VMEM of [x] differs",), compile_seconds=1.5, lower_seconds=0.5,
+        vmem_bytes=1000, planned_vmem_bytes=900, spill_bytes=0, bytes_per_core=7, planned_bytes_per_core=7,
+        temporary_bytes=0, code_bytes=12345, buffers=(BufferBytes("ring", 900, 1000),))
 
 
 def test_compile(stage):
-    stage("mkgen.prove.compile", compile_spec=lambda plan, rows: Compiled(rows, "pass" if rows == 1 else "fail"))
+    stage("mkgen.prove.compile", compile_spec=lambda plan: [
+        compiled(rows, "pass" if rows == 1 else "fail") for rows in plan.spec.build.rows])
     made = run_json("compile", QWEN, "--rows", "1")
     sizes = {"vmem_bytes": 1000, "planned_vmem_bytes": 900, "bytes_per_core": 7}
     top = {"compile_seconds": 1.5, **sizes, "verdict": "pass"}
     assert {key: made[key] for key in top} == top and made["variants"]["1"]["code_bytes"] == 12345
     assert run_json("compile", QWEN, code=1)["verdict"] == "fail"
     result = run("compile", QWEN)
-    assert result.exit_code == 1 and "12,345" in result.stdout and "fail" in result.stdout
+    assert result.exit_code == 1 and "12,345" in result.stdout and "8 rows: VMEM of [x] differs" in result.stdout
+    assert result.stdout.rstrip().endswith("verdict: fail")
 
 
 @pytest.mark.parametrize("verdicts, code", [(["pass", "skipped"], 0), (["pass", "fail"], 1), (["skipped"], 1), ([], 1)])
@@ -270,13 +269,13 @@ def test_verify(stage, verdicts, code):
     assert "pass: no [x]" not in result.stdout
 
 
-@pytest.mark.parametrize("answer, code", [(None, 0), (True, 0), (False, 1)])
+@pytest.mark.parametrize("answer, code", [("pass", 0), ("fail", 1)])
 def test_pack(stage, tmp_path, answer, code):
     asked = []
 
     def pack_command(*args):
         asked.append(args[1:])
-        return answer
+        return {"verdict": answer}
 
     stage("mkgen.pack.write", pack_command=pack_command)
     result = run("pack", QWEN, "--from", str(tmp_path), "--out", str(tmp_path / "out"), "--force")

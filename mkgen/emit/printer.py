@@ -4,9 +4,11 @@ from __future__ import annotations
 from jinja2 import Environment
 
 from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait, advances
+from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait, advances, walk
 
 INDENT = "    "
+ARRIVAL = Wait("tape_copy", ("m", "g"))
+REFILL = Start("tape_copy", ("m", "g + RING_DEPTH"))
 
 
 class Printer:
@@ -25,11 +27,21 @@ class Printer:
             span = self.whole_exchange(nodes[i:])
             if span:
                 out += self.exchange(nodes[i], depth)
-                i += span
+            elif self.next_chunk(nodes[i:i + 3]):
+                out.append(f"{INDENT * depth}g = next_chunk(m, g)")
+                span = 3
             else:
                 out += self.node(nodes[i], depth)
-                i += 1
+            i += span or 1
         return out
+
+    def next_chunk(self, nodes: tuple[Node, ...]) -> bool:
+        """Are these the refill of a slot, the step to the next chunk, and the wait for it?"""
+        return list(nodes) == [REFILL, Advance(), ARRIVAL]
+
+    def streams(self, node: Loop) -> bool:
+        """Does each trip wait for a chunk, use it, and refill its slot, and nothing else?"""
+        return node.body[:1] + node.body[-2:] == (ARRIVAL, REFILL, Advance()) and all(isinstance(n, Step) for n in node.body[1:-2])
 
     def whole_exchange(self, nodes: tuple[Node, ...]) -> int:
         """How many nodes at the head are one exchange over all stages with nothing in between; 0 if they are not."""
@@ -85,11 +97,23 @@ class Printer:
             return [f"{pad}each_active_row(m, lambda row: {call})"]
         if node.unroll:
             return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
+        head = self.heading(node, depth)
+        if self.streams(node):
+            body = self.nodes(node.body[1:-2], depth + 1)
+            return [*head, "", f"{pad}def {node.name}({node.var}, g):", *body, "", f"{pad}g = stream(m, g, {node.trips}, {node.name})"]
         carry = "g" if tape else node.carry or "_"
         body = self.nodes(node.body, depth + 1)
-        doc = [f"{pad}{INDENT}# {node.doc}"] if node.doc else []
         last = [] if carry == "_" else [f"{pad}{INDENT}return {carry}"]
         if tape and isinstance(node.body[-1], Advance):
             body, last = body[:-1], [f"{pad}{INDENT}return g + 1"]
         call = f"lax.fori_loop(0, {node.trips}, {node.name}, {node.init or ('g' if tape else 'None')})"
-        return ["", f"{pad}def {node.name}({node.var}, {carry}):", *doc, *body, *last, "", f"{pad}{'' if carry == '_' or not tape else 'g = '}{call}"]
+        return [*head, "", f"{pad}def {node.name}({node.var}, {carry}):", *body, *last, "",
+                f"{pad}{'' if carry == '_' or not tape else 'g = '}{call}"]
+
+    def heading(self, node: Loop, depth: int) -> list[str]:
+        """The comment that names the op of a loop's first step, in front of the loop."""
+        op = next((n.op for n in walk(node) if isinstance(n, Step)), self.op)
+        if op == self.op:
+            return []
+        self.op = op
+        return ["", f"{INDENT * depth}# -- {op}"]

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mkgen.emit.printer import Printer
 from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Buffer
+from mkgen.plan.regions import Buffer, Step, walk
 
 SPACES = {"smem": "pltpu.SMEM", "any": "pl.ANY"}
 
@@ -44,6 +44,12 @@ def libraries(plan: Plan) -> list[str]:
     return [name for name, needs in wanted if kinds & needs]
 
 
+def expert_activation(plan: Plan) -> str:
+    """Source text of the routed experts' activation of `gate` and `up`."""
+    steps = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Step))
+    return next((n.args["activation"] for n in steps if n.macro == "expert"), "")
+
+
 def render_kernel(plan: Plan) -> str:
     env = environment()
     spec = plan.spec
@@ -65,9 +71,11 @@ def render_kernel(plan: Plan) -> str:
     kv = spec.model.mixers.values()
     attention = {type(a).__name__.lower() for a in kv} | {"rope" for a in kv if getattr(a, "rope", None)}
     attention |= {"qk_norm" for a in kv if getattr(a, "qk_norm", None)}
+    heads = bool({"qk_norm", "gqa", "mla"} & attention) or {"delta", "experts"} & set(libraries(plan))
     acts = {f.activation.kind for f in spec.model.ffns.values()}
     text = env.get_template("kernel.py.j2").render(
-        plan=plan, printer=Printer(env, plan), regions=regions, transfers=used, libs=libraries(plan), attention=attention, kv_batch=max(1, spec.build.kv_slots // 2), activations=acts,
+        plan=plan, printer=Printer(env, plan), regions=regions, transfers=used, libs=libraries(plan), attention=attention,
+        heads=heads, kv_batch=max(1, spec.build.kv_slots // 2), activations=acts, expert_activation=expert_activation(plan),
         embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
         has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1], none_kinds=any(missing),
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],

@@ -83,7 +83,7 @@ class Reader:
         if changed and not self.convert:
             raise MkgenError(f"{name}: {changed} of {w.size} values are not exact in mxfp4\n"
                              "  why: build.formats.experts is mxfp4, the checkpoint's experts are not\n"
-                             "  fix: --set 'build.formats={experts: bf16}' to keep them, or --convert to round them")
+                             "  fix: --set build.formats.experts=bf16 to keep them, or --convert to round them")
         if changed:
             self.converted[name] += changed
         return stored

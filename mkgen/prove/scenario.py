@@ -61,7 +61,8 @@ def run_reference(graph: LayerGraph, params: Params, spec: Spec, steps: int, see
         tokens = _choose(decoder, positions, rng, vocab, parts, same=n == 0)
         logits = decoder.step(tokens, positions)
         chosen = [c for _, _, c, _ in decoder.notes]
-        gap = np.min([g for _, _, _, g in decoder.notes], axis=0, initial=np.inf) if decoder.notes else np.full(rows, np.inf)
+        gap = np.min([np.full(rows, np.inf), *(g for _, _, _, g in decoder.notes)], axis=0)
+        gap[positions < 0] = np.inf
         scenario.steps.append(Step(tokens.astype(np.int32), positions, logits, chosen, gap))
         scenario.states.append(_copy(decoder.states))
     return scenario
@@ -81,8 +82,8 @@ def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool
         if not notes:
             tokens[row] = tried[0]
             continue
-        gap = np.min([g for *_, g in notes], axis=0)
-        groups = np.stack([c.reshape(len(tried), parts, -1).any(-1) for _, _, c, _ in notes], 1)      # [tried, layers, parts]
+        gap = np.min([g for _, g in notes], axis=0)
+        groups = np.stack([c.reshape(len(tried), parts, -1).any(-1) for c, _ in notes], 1)      # [tried, layers, parts]
         together = groups if busy is None else groups | busy
         idle = (~together).sum((1, 2))
         best = max(range(len(tried)), key=lambda i: (gap[i] >= GAP_NOISE, idle[i], gap[i]))
@@ -91,11 +92,15 @@ def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool
 
 
 def _try(decoder: Decoder, row: int, position: int, tokens: np.ndarray):
-    """The routing of one more step of `row`, for each of `tokens` in its place."""
-    trial = Decoder(decoder.graph, decoder.params, len(tokens), decoder.context)
-    trial.states = {n: np.repeat(s[:, row:row + 1], len(tokens), axis=1) for n, s in decoder.states.items()}
-    trial.step(tokens, np.full(len(tokens), position))
-    return trial.notes
+    """The routing of one more step of `row`, for each of `tokens` in its place: [(chosen [tokens, experts], gap [tokens])] a layer."""
+    rows, parts = decoder.rows, []
+    for at in range(0, len(tokens), rows):                            # as many at a time as are compiled for anyway
+        some = np.resize(tokens[at:at + rows], rows)
+        trial = Decoder(decoder.graph, decoder.params, rows, decoder.context)
+        trial.states = {n: np.repeat(s[:, row:row + 1], rows, axis=1) for n, s in decoder.states.items()}
+        trial.step(some, np.full(rows, position))
+        parts.append([(chosen, gap) for _, _, chosen, gap in trial.notes])
+    return [tuple(np.concatenate(x)[:len(tokens)] for x in zip(*layer)) for layer in zip(*parts)]
 
 
 def _copy(states: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -29,25 +29,45 @@ def plain(value: Any) -> str:
     return show.number(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def compiled(made: Plan, results: dict[int, Any], as_json: bool) -> bool:
-    """results: rows -> record with `COMPILED`, `verdict` and whatever else was measured. True if all are good."""
-    each = {rows: record(r) for rows, r in results.items()}
-    good = all(r["verdict"] == "pass" for r in each.values())
+def compiled(made: Plan, results: Iterable[Any], as_json: bool) -> bool:
+    """results: a record a row variant, with `rows`, `verdict`, `reasons`, `COMPILED`, `buffers` and whatever else was
+    measured. True if all are good."""
+    each = {r["rows"]: r for r in map(record, results)}
+    good = bool(each) and all(r["verdict"] == "pass" for r in each.values())
     if as_json:
-        first = next(iter(each.values()))
+        first = next(iter(each.values()), {})
         top = {key: first.get(key) for key in COMPILED}
         show.put_json({**top, "verdict": show.verdict(good), "variants": {str(rows): r for rows, r in each.items()}})
         return good
+    out = show.console()
     cores, context = show.several(made.mesh.ranks, "core"), made.spec.build.context
-    t = show.table(f"{made.spec.model.name} compiled for {cores} of {made.target.name}, context {context}", "",
-                   *(f">{show.several(rows, 'row')}" for rows in each))
-    extra = dict.fromkeys(key for r in each.values() for key, v in r.items() if not isinstance(v, (dict, list, tuple)))
-    keys = list(dict.fromkeys([*COMPILED, *(k for k in extra if k not in ("rows", "verdict"))]))
-    for key in keys:
-        t.add_row(key.replace("_", " "), *(plain(r.get(key)) for r in each.values()))
+    out.print(f"{made.spec.model.name} compiled for {cores} of {made.target.name}, context {context}")
+    out.print(allocations(each))
+    out.print()
+    t = show.table("", "", *(f">{show.several(rows, 'row')}" for rows in each))
+    scalars = (key for r in each.values() for key, v in r.items() if not isinstance(v, (dict, list, tuple)))
+    for key in dict.fromkeys((*COMPILED, *scalars)):
+        if key not in ("rows", "verdict"):
+            t.add_row(key.replace("_", " "), *(plain(r.get(key)) for r in each.values()))
     t.add_row("verdict", *(show.coloured(r["verdict"]) for r in each.values()))
-    show.console().print(t)
+    out.print(t)
+    for rows, r in each.items():
+        for reason in r.get("reasons", ()):
+            out.print(f"{show.several(rows, 'row')}: {reason}")
+    out.print("verdict:", show.coloured(show.verdict(good)))
     return good
+
+
+def allocations(each: dict[int, dict]):
+    """The compiler's VMEM against the plan, a buffer a line; empty where the compiler did not get so far."""
+    columns = [f">{what}, {show.several(rows, 'row')}" for rows in each for what in ("planned", "allocated")]
+    t = show.table("VMEM, bytes", "buffer", *columns, "")
+    found = {rows: {b["name"]: b for b in r.get("buffers", ())} for rows, r in each.items()}
+    for name in dict.fromkeys(name for buffers in found.values() for name in buffers):
+        pairs = [(b.get(name, {}).get("planned"), b.get(name, {}).get("actual")) for b in found.values()]
+        cells = ["none" if size is None else plain(size) for pair in pairs for size in pair]
+        t.add_row(name, *cells, "" if all(planned == actual for planned, actual in pairs) else "differs")
+    return t
 
 
 def verified(spec: Spec, results: Iterable[Any], as_json: bool) -> bool:

@@ -1,0 +1,123 @@
+"""Copies on their way: what each semaphore stands for, what each box holds, and what must not be touched meanwhile."""
+from __future__ import annotations
+
+from mkgen.check.findings import Report
+from mkgen.check.refs import Box, View, inside, overlap
+
+
+class Flying:
+    """A started copy. It is over when every copy on its semaphore element has been waited for."""
+    __slots__ = ("name", "source", "target", "where", "waited")
+
+    def __init__(self, name: str, source: View, target: View, where: str):
+        self.name, self.source, self.target, self.where, self.waited = name, source, target, where, False
+
+
+class Flight:
+    """keep: VMEM buffers that some copy writes back; what is made in them has to leave again."""
+
+    def __init__(self, report: Report, keep: set[str]):
+        self.report, self.keep = report, keep
+        self.semaphores: dict[tuple[str, Box], list[Flying]] = {}
+        self.coming: dict[str, list[Flying]] = {}
+        self.going: dict[str, list[Flying]] = {}
+        self.held: dict[str, list[tuple[Box, View]]] = {}
+        self.made: dict[str, dict[Box, tuple[int, str]]] = {}
+
+    # -- copies ---------------------------------------------------------------------------------------------------------
+
+    def start(self, name: str, source: View, target: View, semaphore: View, limit: int, where: str) -> None:
+        add = self.report.add
+        if source.shape != target.shape or source.dtype != target.dtype:
+            add("pairing", where, f"{source} {source.dtype} is copied to {target} {target.dtype}", "source and target differ in shape or type")
+        if target.bytes > limit:
+            add("pairing", where, f"copies {target.bytes} bytes", f"the plan says at most {limit}")
+        for f in self.coming.get(target.buffer, ()):
+            if overlap(f.target.box, target.box):
+                add("flight", where, f"starts into {target} while {f.name} ({f.where}) is on its way to {f.target}",
+                    "two copies into one place")
+        for f in self.going.get(target.buffer, ()):
+            if overlap(f.source.box, target.box):
+                add("flight", where, f"starts into {target} while {f.name} ({f.where}) reads {f.source}", "the source of a copy is overwritten")
+        for f in self.coming.get(source.buffer, ()):
+            if overlap(f.target.box, source.box):
+                add("flight", where, f"reads {source} while {f.name} ({f.where}) is on its way there", "the source has not arrived")
+        if source.space == "vmem":
+            self.leave(source, target, where)
+        held = self.held.get(target.buffer)
+        if held:
+            self.held[target.buffer] = [h for h in held if not overlap(h[0], target.box)]
+        f = Flying(name, source, target, where)
+        self.semaphores.setdefault((semaphore.buffer, semaphore.box), []).append(f)
+        self.coming.setdefault(target.buffer, []).append(f)
+        self.going.setdefault(source.buffer, []).append(f)
+
+    def leave(self, source: View, target: View, where: str) -> None:
+        """A write-back: what leaves must have been made, and goes where it was read from."""
+        made = self.made.get(source.buffer, {})
+        ready = [box for box in made if inside(source.box, box)]
+        if not ready:
+            self.report.add("state", where, f"writes {source} back to {target}", "no step has made it since it was last written back")
+        for box in ready:
+            del made[box]
+        for box, origin in self.held.get(source.buffer, ()):
+            if origin.buffer == target.buffer and overlap(box, source.box) and origin.box != target.box:
+                self.report.add("state", where, f"{source} was read from {origin} and is written to {target}", "a state goes back where it came from")
+
+    def wait(self, name: str, source: View, target: View, semaphore: View, where: str) -> None:
+        key = (semaphore.buffer, semaphore.box)
+        on_way = self.semaphores.get(key, [])
+        open_ones = [f for f in on_way if not f.waited]
+        match = next((f for f in open_ones if f.source == source and f.target == target), None)
+        if match is None:
+            if not open_ones:
+                self.report.add("pairing", where, f"waits on {semaphore} for {source} -> {target}", "no copy was started on this semaphore: the wait never ends")
+                return
+            match = open_ones[0]
+            self.report.add("pairing", where, f"waits on {semaphore} for {source} -> {target}; started was {match.source} -> {match.target}",
+                            "start and wait name different copies")
+        match.waited = True
+        if all(f.waited for f in on_way):
+            del self.semaphores[key]
+            for f in on_way:
+                self.coming[f.target.buffer].remove(f)
+                self.going[f.source.buffer].remove(f)
+                self.held.setdefault(f.target.buffer, []).append((f.target.box, f.source))
+
+    # -- steps ----------------------------------------------------------------------------------------------------------
+
+    def read(self, buffer: str, box: Box, where: str) -> None:
+        for f in self.coming.get(buffer, ()):
+            if overlap(f.target.box, box):
+                self.report.add("flight", where, f"reads {buffer}{list(box)} while {f.name} ({f.where}) is on its way to {f.target}",
+                                f"{f.name} has not been waited for")
+
+    def holds(self, buffer: str, box: Box, source: View) -> bool:
+        """A finished copy of `source` lies within the box."""
+        return any(origin == source and inside(at, box) for at, origin in self.held.get(buffer, ()))
+
+    def write(self, buffer: str, box: Box, turn: int, where: str) -> None:
+        """turn: which run of a sub-layer this is."""
+        for f in self.coming.get(buffer, ()):
+            if overlap(f.target.box, box):
+                self.report.add("flight", where, f"writes {buffer}{list(box)} while {f.name} ({f.where}) is on its way to {f.target}",
+                                f"the copy {f.name} may come later and overwrite it")
+        for f in self.going.get(buffer, ()):
+            if overlap(f.source.box, box):
+                self.report.add("flight", where, f"writes {buffer}{list(box)} while {f.name} ({f.where}) reads {f.source}",
+                                f"the source of {f.name} changes on its way")
+        if buffer in self.keep:
+            made = self.made.setdefault(buffer, {})
+            if box in made and made[box][0] != turn:
+                self.report.add("state", where, f"makes {buffer}{list(box)} anew", f"what {made[box][1]} made there was never written back")
+            made[box] = (turn, where)
+
+    # -- the end --------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        for (buffer, _), on_way in self.semaphores.items():
+            for f in on_way:
+                self.report.add("pairing", f.where, f"{f.source} -> {f.target} on {buffer} is outstanding at the end", f"a start of {f.name} without its wait")
+        for buffer, made in self.made.items():
+            for box, (_, where) in made.items():
+                self.report.add("state", where, f"{buffer}{list(box)} is made and stays in VMEM", "it was never written back")

@@ -1,0 +1,74 @@
+"""The numbers that an abstract run is made with: who runs, which rows are active where, which experts are wanted."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkgen.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """positions, tokens: one a row, position -1: inactive. experts: how many the rank has to run, layer after layer, repeated."""
+    name: str
+    rank: int
+    rows: int
+    positions: tuple[int, ...]
+    tokens: tuple[int, ...]
+    experts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.rows} rows, rank {self.rank}"
+
+
+def scenarios(plan: Plan, rows: int) -> list[Scenario]:
+    """Few, but with every edge: position 0, both sides of a tile's edge, the end of the context, idle rows, no and many experts."""
+    build = plan.spec.build
+    tile, last, slots = build.kv_tile, build.context - 1, build.expert_slots
+    edges = [0, last, tile - 1, tile, 1, tile + 1, 2 * tile - 1, last - tile]
+    near = [tile, 2, 2 * tile, tile - 1, 0, tile + 2, 3, 1]
+    most = most_experts(plan, rows)
+
+    def spread(pool: list[int], idle: int | None) -> tuple[int, ...]:
+        return tuple(-1 if r == idle else max(0, min(pool[r % len(pool)], last)) for r in range(rows))
+
+    some = tuple(min(n, most) for n in (slots + 1, 1, 0, slots, 2 * slots + 1))
+    none = tuple([-1] * rows)
+    plans = [("rows at edges", spread(edges, None), some), ("one row idle", spread(near, 0 if rows > 1 else None), (0,)),
+             ("all rows idle", none, (0,)), ("last row idle, many experts", spread(edges[1:], rows - 1 if rows > 1 else None), (most,))]
+    return [Scenario(name, rank, rows, positions, tokens(plan, rank, rows), experts)
+            for rank in sorted({0, plan.mesh.ranks - 1}) for name, positions, experts in plans]
+
+
+def most_experts(plan: Plan, rows: int) -> int:
+    """Distinct experts that a rank can be asked for."""
+    if plan.experts is None:
+        return 0
+    top_k = max((f.top_k for f in plan.spec.model.ffns.values() if hasattr(f, "top_k")), default=0)
+    return min(plan.experts.local_experts, rows * top_k)
+
+
+def tokens(plan: Plan, rank: int, rows: int) -> tuple[int, ...]:
+    """Every second row's token lies in the rank's part of the vocabulary: its first, its last, and some between."""
+    vocab, ranks = plan.spec.model.vocab, plan.mesh.ranks
+    run = -(-vocab // ranks)
+    first, after = rank * run, min((rank + 1) * run, vocab)
+    mine = [first, after - 1, (first + after) // 2, first + 1]
+    other = [(after + 3) % vocab, (first - 1) % vocab]
+    return tuple(max(0, min(mine[r // 2 % 4] if r % 2 == 0 else other[r // 2 % 2], vocab - 1)) for r in range(rows))
+
+
+def kv_items(scenario: Scenario, tile: int, batch: int) -> tuple[list[int], int]:
+    """(items, count) as the kernel lists them: row << 16 | tile of every tile of an active row, then the filling of a batch."""
+    items: list[int] = []
+    count = 0
+    for row, position in enumerate(scenario.positions):
+        tiles = (position + tile) // tile
+        if tiles:
+            items[count:] = [row << 16 | t for t in range(tiles + batch - 1)]
+            count += tiles
+    return items, count
+
+
+def expert_ids(count: int, local: int) -> list[int]:
+    """`count` distinct local ids, ascending, the last one among them."""
+    return sorted(local - 1 - i * local // count for i in range(count))

@@ -1,0 +1,398 @@
+"""Packing: every weight comes back bit for bit, from any number of ranks; nothing wrong is written, nothing half is left."""
+import json
+
+import numpy as np
+import pytest
+from hubs import KIMI, QWEN, checkpoint, expert_names, hub_tensors, small_plan, with_mxfp4_experts
+from ml_dtypes import bfloat16
+
+from mkgen.errors import MkgenError
+from mkgen.graph.weights import assemble
+from mkgen.pack import write
+from mkgen.pack.formats import dequantise_mxfp4, from_hub, pack_lanes, pack_panels, quantise_mxfp4
+from mkgen.pack.image import embedding_image, expert_image, put_expert, store_values, tape_image
+from mkgen.pack.packed import load_packed
+from mkgen.pack.places import TapePlaces, embedding_weight, expert_layers, expert_ranks, share
+from mkgen.pack.unpack import embedding_from_images, expert_from_images, matrix_from_tape, vector_from_tape, weight_from_tapes
+from mkgen.pack.wanted import tensor_names
+from mkgen.pack.write import pack, pack_command
+from mkgen.plan.experts import plan_experts
+from mkgen.plan.layout import layout_hash
+from mkgen.reference.params import TensorParams
+
+PLANS = [("kimi_k3", KIMI, ranks, fmt) for ranks in (1, 4) for fmt in ("bf16", "mxfp4")]
+PLANS += [("qwen3_30b_a3b", QWEN, ranks, "bf16") for ranks in (1, 4)]
+each_plan = pytest.mark.parametrize("base, sizes, ranks, fmt", PLANS, ids=lambda v: str(v) if not isinstance(v, dict) else "")
+
+
+def make(tmp_path, base="kimi_k3", sizes=KIMI, ranks=4, fmt="mxfp4"):
+    """A plan, its checkpoint in the format of its experts, and the checkpoint's folder."""
+    plan = small_plan(tmp_path, base, sizes, ranks, formats={"experts": fmt}, replicate=[])
+    t = hub_tensors(plan.spec.model, seed=ranks)
+    if fmt == "mxfp4":
+        t = with_mxfp4_experts(plan.spec.model, t)
+    return plan, t, checkpoint(tmp_path / "hub", t)
+
+
+def load(plan, out):
+    return [load_packed(out, rank) for rank in range(plan.mesh.ranks)]
+
+
+def logical(plan, t, weight, layer, expert=None):
+    """What the graph says that a weight is, in the dtype in which it is stored."""
+    value = assemble(weight.assemble, *(t[n] for n in tensor_names(plan, weight, layer, expert)))
+    return np.asarray(value).astype(bfloat16 if weight.dtype == "bf16" else np.float32)
+
+
+def same(a, b):
+    """Equal bits, not only equal values."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+
+
+@each_plan
+def test_round_trip(tmp_path, base, sizes, ranks, fmt):
+    plan, t, hub = make(tmp_path, base, sizes, ranks, fmt)
+    figures = pack(plan, hub, tmp_path / "out")
+    packed = load(plan, tmp_path / "out")
+    places = TapePlaces(plan)
+    weights = {w.name for s in plan.graph.sublayers() for op in s.ops for w in op.weights()} - {"embed"} - set(plan.experts.weights)
+    assert weights == {name for _, name in places.homes}
+    for layer, name in places.homes:
+        value = weight_from_tapes(places, [p.tape for p in packed], layer, name)
+        same(value, logical(plan, t, plan.weights[name], layer))
+    same(embedding_from_images(plan, [p.embedding for p in packed]), logical(plan, t, embedding_weight(plan), None))
+    for index, layer in enumerate(expert_layers(plan)):
+        for e in range(plan.experts.experts):
+            for name, value in zip(plan.experts.weights, expert_from_images(plan, [p.experts for p in packed], index, e)):
+                tensor, = tensor_names(plan, plan.weights[name], layer, e)
+                if fmt == "bf16":
+                    same(value, t[tensor].T)
+                    continue
+                stem = tensor.removesuffix(".weight")
+                for have, want in zip(value, from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"])):
+                    same(have, want)
+    assert figures["layout_hash"] == layout_hash(plan) == packed[0].manifest["layout_hash"]
+    assert figures["bytes"] == sum(a.nbytes for p in packed for a in (p.tape, p.experts, p.embedding))
+    assert not figures["rounded_to_bf16"] and not figures["converted_to_mxfp4"]
+    assert figures["checkpoint_bytes"] == sum(a.nbytes for a in t.values())
+
+
+@each_plan
+def test_the_files_are_the_images_in_memory(tmp_path, base, sizes, ranks, fmt):
+    plan, t, hub = make(tmp_path, base, sizes, ranks, fmt)
+    pack(plan, hub, tmp_path / "out")
+
+    class Source(TensorParams):
+        def expert_mxfp4(self, weight, layer, e):
+            stem = tensor_names(plan, weight, layer, e)[0].removesuffix(".weight")
+            return from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"])
+
+    source = Source(t, plan.spec.model.checkpoint)
+    for rank, p in enumerate(load(plan, tmp_path / "out")):
+        same(p.tape, tape_image(plan, rank, source))
+        same(p.experts, expert_image(plan, rank, source))
+        same(p.embedding, embedding_image(plan, rank, source))
+
+
+@each_plan
+def test_padding_is_zero_and_blocks_are_as_the_kernel_reads_them(tmp_path, base, sizes, ranks, fmt):
+    plan, t, hub = make(tmp_path, base, sizes, ranks, fmt)
+    pack(plan, hub, tmp_path / "out")
+    places, packed = TapePlaces(plan), load(plan, tmp_path / "out")
+    layouts = set()
+    for (layer, name), entries in places.entries.items():
+        for rank, p in enumerate(packed):
+            if name in plan.vectors and entries[0][0] is None:
+                v, got = plan.vectors[name], vector_from_tape(places, p.tape, layer, name)
+                assert not got[:, v.width:].any()
+                (_, row), = entries
+                used = got.size // (128 if v.dtype == "f32" else 256)
+                assert not p.tape[row + used + 1:row + v.rows].any()
+                continue
+            m, got = plan.matrices[name], matrix_from_tape(places, p.tape, layer, name)
+            want, at = np.zeros_like(got), 0
+            for part in m.parts:
+                w = plan.weights[part.weight]
+                k, n = (share(w, axis, m.whole, ranks, rank) for axis in (0, 1))
+                local = logical(plan, t, w, layer)[k, n]
+                want[:local.shape[0], at:at + local.shape[1]] = local
+                at += part.width
+            same(got, want)
+            layouts.add(m.layout)
+            write_block = pack_panels if m.layout == "panels" else pack_lanes
+            for block, row in entries:
+                n, k = divmod(block, m.k_blocks)
+                cut = want[k * m.block_k:(k + 1) * m.block_k, n * m.block_n:(n + 1) * m.block_n]
+                same(p.tape[row:row + m.block_rows], write_block(cut))
+    assert layouts == ({"panels", "lanes"} if base == "kimi_k3" else {"panels"})
+
+
+def test_every_row_of_the_tape_belongs_to_one_entry(tmp_path):
+    plan, *_ = make(tmp_path)
+    taken = np.zeros(plan.tape_rows, int)
+    for (_, name), entries in TapePlaces(plan).entries.items():
+        for block, row in entries:
+            taken[row:row + (plan.vectors[name].rows if block is None else plan.matrices[name].block_rows)] += 1
+    assert (taken == 1).all()
+
+
+def test_kv_heads_are_repeated(tmp_path):
+    plan, t, hub = make(tmp_path, "qwen3_30b_a3b", QWEN, 4, "bf16")
+    pack(plan, hub, tmp_path / "out")
+    places = TapePlaces(plan)
+    k = plan.weights["attention.k"]
+    assert [share(k, 1, False, 4, r) for r in range(4)] == [slice(0, 40)] * 2 + [slice(40, 80)] * 2
+    tapes = [p.tape for p in load(plan, tmp_path / "out")]
+    home, = places.homes[0, "attention.k"]
+    parts = [matrix_from_tape(places, tape, 0, home.of.name)[:336, home.at:home.at + 40] for tape in tapes]
+    same(parts[0], parts[1])
+    same(np.concatenate([parts[0], parts[2]], 1), logical(plan, t, k, 0))
+
+
+def test_ranks_by_themselves(tmp_path):
+    plan, _, hub = make(tmp_path)
+    pack(plan, hub, tmp_path / "all")
+    pack(plan, hub, tmp_path / "some", ranks=[2])
+    one, all_ = load_packed(tmp_path / "some", 2), load_packed(tmp_path / "all", 2)
+    same(one.tape, all_.tape)
+    same(one.experts, all_.experts)
+    with pytest.raises(MkgenError, match=r"holds ranks \[2\], not 0"):
+        load_packed(tmp_path / "some", 0)
+    with pytest.raises(MkgenError, match="no rank 4"):
+        pack(plan, hub, tmp_path / "none", ranks=[4])
+
+
+def test_a_tied_head_reads_its_table_once(tmp_path):
+    tied = QWEN | {"tied_head": True, "checkpoint": {"head": None}}
+    plan = small_plan(tmp_path, "qwen3_30b_a3b", tied, 4, replicate=[])
+    t = hub_tensors(plan.spec.model)
+    hub = checkpoint(tmp_path / "tied", t)
+    last = []
+    pack(plan, hub, tmp_path / "out", progress=lambda done, total, name: last.append((done, total)))
+    assert last[-1][0] == last[-1][1] == sum(a.nbytes for a in t.values())
+    packed = load(plan, tmp_path / "out")
+    table = t["model.embed_tokens.weight"]
+    same(embedding_from_images(plan, [p.embedding for p in packed]), table)
+    same(weight_from_tapes(TapePlaces(plan), [p.tape for p in packed], None, "head"), table.T)
+
+
+# -- formats of the checkpoint ---------------------------------------------------------------------------------------
+
+def test_per_head_vectors_may_be_padded(tmp_path):
+    plan, t, hub = make(tmp_path)
+    pack(plan, hub, tmp_path / "out")
+    longer = {n: np.concatenate([a, np.full(5, np.float32(7))])[None, None] if n.endswith("A_log") else a for n, a in t.items()}
+    pack(plan, checkpoint(tmp_path / "longer", longer), tmp_path / "out2")
+    for a, b in zip(load(plan, tmp_path / "out"), load(plan, tmp_path / "out2")):
+        same(a.tape, b.tape)
+
+
+def test_f32_is_rounded_counted_and_reported(tmp_path):
+    plan, t, _ = make(tmp_path, fmt="bf16")
+    name = next(n for n in t if n.endswith("o_proj.weight"))
+    t[name] = t[name].astype(np.float32)
+    t[name].reshape(-1)[:3] += np.float32(1e-6)
+    figures = pack(plan, checkpoint(tmp_path / "f32", t), tmp_path / "out")
+    assert figures["rounded_to_bf16"] == {name.replace("0", "#"): {"tensors": 1, "values": 3}}
+    assert "3 values of 1 tensors" in write.describe(figures)
+    t[name].reshape(-1)[0] = 3.4e38
+    with pytest.raises(MkgenError, match="1 of .* values are too large for bf16"):
+        pack(plan, checkpoint(tmp_path / "f32", t), tmp_path / "out2")
+
+
+def test_f16_is_taken(tmp_path):
+    plan, t, _ = make(tmp_path, fmt="bf16")
+    half = {n: a.astype(np.float16) if a.ndim == 2 and "proj" in n else a for n, a in t.items()}
+    pack(plan, checkpoint(tmp_path / "f16", half), tmp_path / "out")
+    name, = (n for n in t if n.endswith("layers.3.self_attn.kv_b_proj.weight"))
+    v_up = plan.weights["mla.v_up"]
+    same(weight_from_tapes(TapePlaces(plan), [p.tape for p in load(plan, tmp_path / "out")], 3, "mla.v_up"),
+         assemble(v_up.assemble, half[name]).astype(bfloat16))
+
+
+def test_mxfp4_experts_as_bf16_are_exact(tmp_path):
+    plan, t, _ = make(tmp_path, fmt="bf16")
+    t = with_mxfp4_experts(plan.spec.model, t)
+    figures = pack(plan, checkpoint(tmp_path / "mx", t), tmp_path / "out")
+    packed = [p.experts for p in load(plan, tmp_path / "out")]
+    stem = tensor_names(plan, plan.weights["moe.expert_down"], 2, 5)[0].removesuffix(".weight")
+    want = dequantise_mxfp4(*from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"]))
+    assert np.array_equal(expert_from_images(plan, packed, 1, 5)[2].astype(np.float32), want)
+    assert not figures["rounded_to_bf16"]
+
+
+def test_bf16_experts_as_mxfp4_only_where_exact_or_asked_for(tmp_path):
+    plan, _, _ = make(tmp_path)
+    t = hub_tensors(plan.spec.model)
+    hub = checkpoint(tmp_path / "plain", t)
+    with pytest.raises(MkgenError, match=r"(?s)not exact in mxfp4.*build\.formats\.experts=bf16.*--convert"):
+        pack(plan, hub, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    figures = pack(plan, hub, tmp_path / "out", convert=True)
+    assert sum(g["tensors"] for g in figures["converted_to_mxfp4"].values()) == len(expert_names(plan.spec.model))
+    gate, *_ = expert_from_images(plan, [p.experts for p in load(plan, tmp_path / "out")], 0, 3)
+    for have, want in zip(gate, quantise_mxfp4(t[tensor_names(plan, plan.weights["moe.expert_gate"], 1, 3)[0]].T)):
+        same(have, want)
+    for name in expert_names(plan.spec.model):
+        t[name] = np.ascontiguousarray(dequantise_mxfp4(*quantise_mxfp4(t[name].T)).T).astype(bfloat16)
+    assert not pack(plan, checkpoint(tmp_path / "exact", t), tmp_path / "out2")["converted_to_mxfp4"]
+
+
+def test_k_that_is_no_whole_group_is_padded():
+    """The spec refuses such sizes for now; the packer need not."""
+    image = plan_experts("mxfp4", 1, 1, 1, 1, 64, 45, 70, ("gate", "up", "down"))
+    rng = np.random.default_rng(5)
+    rows = np.zeros((image.rows, 128), np.uint32)
+    down = rng.standard_normal((45, 70), np.float32)
+    put_expert(image, rows, 2, 0, store_values("mxfp4", down))
+
+    class Plan:
+        experts = image
+    *_, (codes, scales) = expert_from_images(Plan, [rows[None]], 0, 0)
+    back = dequantise_mxfp4(codes, scales)
+    assert back.shape == (64, 70) and not back[45:].any()
+    padded = np.zeros((64, 70), np.float32)
+    padded[:45] = down
+    assert np.array_equal(back, dequantise_mxfp4(*quantise_mxfp4(padded)))
+    with pytest.raises(ValueError, match="no whole groups of 32"):
+        put_expert(plan_experts("mxfp4", 1, 1, 1, 2, 64, 80, 70, ("g", "u", "d")), rows, 2, 1, store_values("mxfp4", down))
+
+
+def test_who_holds_an_expert(tmp_path):
+    plan, *_ = make(tmp_path)
+    assert [list(expert_ranks(plan, e)) for e in range(6)] == [[0, 1]] * 3 + [[2, 3]] * 3
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+def test_all_that_is_wrong_with_the_tensors_is_said_before_anything_is_written(tmp_path):
+    plan, t, _ = make(tmp_path)
+    p = "language_model.model.layers.1."
+    del t[p + "input_layernorm.weight"]
+    t[p + "self_attn.q_proj.weight"] = t[p + "self_attn.q_proj.weight"][:-1]
+    t[p + "self_attn.k_proj.weight"] = np.zeros(t[p + "self_attn.k_proj.weight"].shape, np.uint8)
+    t["vision_tower.weight"] = np.zeros(3, np.float32)
+    del t[p + "block_sparse_moe.experts.4.w2.weight_scale"]
+    hub = checkpoint(tmp_path / "bad", t)
+    with pytest.raises(MkgenError) as caught:
+        pack(plan, hub, tmp_path / "out")
+    text = str(caught.value)
+    assert "5 problems" in text and not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    for line in (f"missing: {p}input_layernorm.weight", f"misshapen: {p}self_attn.q_proj.weight", f"misdtyped: {p}self_attn.k_proj.weight",
+                 "extra: vision_tower.weight", f"missing: {p}block_sparse_moe.experts.4.w2.weight_scale"):
+        assert line in text
+    with pytest.raises(MkgenError, match="4 problems"):
+        pack(plan, hub, tmp_path / "out", ignore=["vision_tower.*"])
+
+
+@pytest.mark.parametrize("ending, bad", [("embed_tokens.weight", np.nan), ("layers.3.self_attn.kv_b_proj.weight", np.inf),
+                                         ("layers.2.self_attn.A_log", np.nan), ("layers.4.mlp_res_proj.weight", -np.inf),
+                                         ("layers.2.block_sparse_moe.experts.5.w3.weight", np.nan)])
+def test_a_weight_that_is_not_finite(tmp_path, ending, bad):
+    plan, t, _ = make(tmp_path, fmt="bf16")
+    name, = (n for n in t if n.endswith(ending))
+    t[name].reshape(-1)[-1] = bad
+    with pytest.raises(MkgenError, match=f"{name}: 1 of {t[name].size} values are NaN or infinite"):
+        pack(plan, checkpoint(tmp_path / "nan", t), tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hub", "kimi_k3.yaml", "nan"]
+
+
+def test_a_scale_that_is_no_number(tmp_path):
+    plan, t, _ = make(tmp_path)
+    name = [n for n in t if n.endswith("weight_scale")][-1]
+    t[name][0, 0] = 255
+    with pytest.raises(MkgenError, match=f"{name}: 1 of"):
+        pack(plan, checkpoint(tmp_path / "nan", t), tmp_path / "out")
+
+
+def test_what_is_there_is_not_overwritten(tmp_path):
+    plan, _, hub = make(tmp_path, ranks=1)
+    out = tmp_path / "out"
+    out.mkdir()
+    pack(plan, hub, out)                                                          # an empty folder will do
+    before = load_packed(out, 0).tape.copy()
+    with pytest.raises(MkgenError, match="--force"):
+        pack(plan, hub, out)
+    (out / "tape.0.npy").write_bytes(b"damaged")
+    pack(plan, hub, out, force=True)
+    same(load_packed(out, 0).tape, before)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hub", "kimi_k3.yaml", "out"]
+    (out / "thesis.tex").write_text("")
+    with pytest.raises(MkgenError, match="thesis.tex"):
+        pack(plan, hub, out, force=True)
+    (out / "thesis.tex").unlink()
+    (out / "manifest.json").unlink()
+    with pytest.raises(MkgenError, match="without a manifest"):
+        pack(plan, hub, out, force=True)
+    (out / "manifest.json").write_text('{"name": "a web app"}')
+    with pytest.raises(MkgenError, match="not a manifest of packed weights"):
+        pack(plan, hub, out, force=True)
+    with pytest.raises(MkgenError, match="is a file"):
+        pack(plan, hub, tmp_path / "kimi_k3.yaml")
+
+
+def test_a_failed_replacement_leaves_the_old_weights(tmp_path):
+    plan, t, hub = make(tmp_path, ranks=1, fmt="bf16")
+    out = tmp_path / "out"
+    pack(plan, hub, out)
+    t[[n for n in t if n.endswith("w2.weight")][-1]][0, 0] = np.nan
+    with pytest.raises(MkgenError, match="NaN"):
+        pack(plan, checkpoint(tmp_path / "nan", t), out, force=True)
+    load_packed(out, 0)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_half_written_output_is_not_taken_for_finished(tmp_path, monkeypatch):
+    plan, _, hub = make(tmp_path, ranks=1)
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    seen = []
+
+    def killed(*_):
+        seen.extend(sorted(p.name for p in partial.iterdir()))
+        raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(write, "write_experts", killed)
+        pack(plan, hub, out)
+    assert seen == ["embedding.0.npy", "experts.0.npy", "tape.0.npy"] and not out.exists() and not partial.exists()
+    partial.mkdir()                                                               # as a killed run leaves it
+    (partial / "tape.0.npy").write_bytes(b"half")
+    with pytest.raises(MkgenError, match="none that were finished"):
+        load_packed(partial, 0)
+    pack(plan, hub, out)
+    load_packed(out, 0)
+    partial.mkdir()
+    (partial / "notes").write_text("")
+    with pytest.raises(MkgenError, match="in the way"):
+        pack(plan, hub, tmp_path / "out", force=True)
+
+
+def test_a_full_disk_is_noticed_first(tmp_path, monkeypatch):
+    plan, _, hub = make(tmp_path, ranks=1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(MkgenError, match="are to be written"):
+        pack(plan, hub, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_files_that_are_not_as_the_manifest_says(tmp_path):
+    plan, _, hub = make(tmp_path, ranks=1)
+    pack(plan, hub, tmp_path / "out")
+    np.save(tmp_path / "out" / "embedding.0.npy", np.zeros((3, 128), np.uint32))
+    with pytest.raises(MkgenError, match="the manifest says"):
+        load_packed(tmp_path / "out", 0)
+    (tmp_path / "out" / "embedding.0.npy").write_bytes(b"nothing")
+    with pytest.raises(MkgenError, match="cannot be read"):
+        load_packed(tmp_path / "out", 0)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+def test_the_command(tmp_path, capsys):
+    plan, t, hub = make(tmp_path, ranks=1)
+    figures = pack_command(plan, hub, tmp_path / "out", False, False, True)
+    assert json.loads(capsys.readouterr().out) == figures
+    assert figures["parameters"] == sum(a.size * (2 if n.endswith("packed") else 1) for n, a in t.items() if not n.endswith("scale"))
+    pack_command(plan, hub, tmp_path / "out", False, True, False)
+    text = capsys.readouterr().out
+    assert text.startswith("kimi_k3: ") and layout_hash(plan) in text
