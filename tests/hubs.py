@@ -23,7 +23,7 @@ HUB = {bfloat16: "BF16", np.float32: "F32", np.float16: "F16", np.uint8: "U8", m
 SMALL_BUILD = {"context": 64, "kv_tile": 32, "rows": [1, 2], "ring_depth": 3, "expert_slots": 2, "block_kib": 128}
 MESHES = {1: {"core": 1}, 4: {"chip": 2, "core": 2}}
 
-# hidden 256: K can lie on lanes. Over four ranks most widths do not divide, and the dense one leaves a rank without any.
+# hidden 256: K can lie on lanes. Over four ranks most widths do not divide; the dense one leaves a rank without any.
 KIMI = {
     "hidden": 256, "vocab": 331, "layers": 5, "mixer": "kda*3 mla kda", "ffn": "dense moe*4",
     "residual": {"kind": "block_softmax", "block": 2, "eps": 1e-5},
@@ -46,7 +46,8 @@ def small_plan(folder: Path, base: str, model: dict, ranks: int, **build):
     spec["model"].pop("parameters", None)
     _merge(spec["model"], model)
     half = max(1, ranks // 2)
-    spec["build"] |= SMALL_BUILD | {"mesh": MESHES[ranks], "expert_parallel": half, "tensor_parallel": ranks // half} | build
+    parallel = {"mesh": MESHES[ranks], "expert_parallel": half, "tensor_parallel": ranks // half}
+    spec["build"] |= SMALL_BUILD | parallel | build
     path = folder / f"{base}.yaml"
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
     loaded = load_spec(path)
@@ -64,7 +65,7 @@ def _merge(into: dict, over: dict) -> None:
 
 
 def hub_tensors(model, seed: int = 0, dtype=bfloat16) -> dict[str, np.ndarray]:
-    """Every tensor of the model's checkpoint, random, exact in bf16; vectors in f32 (which is what some released ones are)."""
+    """Every tensor of the model's checkpoint, random, exact in bf16; vectors in f32, as some released ones are."""
     rng = np.random.default_rng(seed)
     out = {}
     for t in tensors(model).values():
@@ -80,7 +81,7 @@ def expert_names(model) -> list[str]:
 
 
 def with_mxfp4_experts(model, t: dict[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
-    """The same checkpoint with its experts as random MXFP4 pairs, scales away from the quantiser's own choice as well."""
+    """The same checkpoint with its experts as random MXFP4 pairs; scales need not be the quantiser's own choice."""
     rng, out = np.random.default_rng(seed + 1), dict(t)
     for name in expert_names(model):
         codes, scales = quantise_mxfp4(out.pop(name).T)

@@ -1,4 +1,4 @@
-"""Packing: every weight comes back bit for bit, from any number of ranks; nothing wrong is written, nothing half is left."""
+"""Packing: every weight comes back bit for bit, from all ranks; nothing wrong is written, nothing half is left."""
 import json
 
 import numpy as np
@@ -13,7 +13,8 @@ from mkgen.pack.formats import dequantise_mxfp4, from_hub, pack_lanes, pack_pane
 from mkgen.pack.image import embedding_image, expert_image, put_expert, store_values, tape_image
 from mkgen.pack.packed import load_packed
 from mkgen.pack.places import TapePlaces, embedding_weight, expert_layers, expert_ranks, share
-from mkgen.pack.unpack import embedding_from_images, expert_from_images, matrix_from_tape, vector_from_tape, weight_from_tapes
+from mkgen.pack.unpack import (embedding_from_images, expert_from_images, matrix_from_tape, vector_from_tape,
+                               weight_from_tapes)
 from mkgen.pack.wanted import tensor_names
 from mkgen.pack.write import pack, pack_command
 from mkgen.plan.experts import plan_experts
@@ -22,7 +23,7 @@ from mkgen.reference.params import TensorParams
 
 PLANS = [("kimi_k3", KIMI, ranks, fmt) for ranks in (1, 4) for fmt in ("bf16", "mxfp4")]
 PLANS += [("qwen3_30b_a3b", QWEN, ranks, "bf16") for ranks in (1, 4)]
-each_plan = pytest.mark.parametrize("base, sizes, ranks, fmt", PLANS, ids=lambda v: str(v) if not isinstance(v, dict) else "")
+each_plan = pytest.mark.parametrize("base, sizes, ranks, fmt", PLANS, ids=lambda v: "" if isinstance(v, dict) else str(v))
 
 
 def make(tmp_path, base="kimi_k3", sizes=KIMI, ranks=4, fmt="mxfp4"):
@@ -56,15 +57,16 @@ def test_round_trip(tmp_path, base, sizes, ranks, fmt):
     figures = pack(plan, hub, tmp_path / "out")
     packed = load(plan, tmp_path / "out")
     places = TapePlaces(plan)
-    weights = {w.name for s in plan.graph.sublayers() for op in s.ops for w in op.weights()} - {"embed"} - set(plan.experts.weights)
-    assert weights == {name for _, name in places.homes}
+    weights = {w.name for s in plan.graph.sublayers() for op in s.ops for w in op.weights()}
+    assert weights - {"embed", *plan.experts.weights} == {name for _, name in places.homes}
     for layer, name in places.homes:
         value = weight_from_tapes(places, [p.tape for p in packed], layer, name)
         same(value, logical(plan, t, plan.weights[name], layer))
     same(embedding_from_images(plan, [p.embedding for p in packed]), logical(plan, t, embedding_weight(plan), None))
     for index, layer in enumerate(expert_layers(plan)):
         for e in range(plan.experts.experts):
-            for name, value in zip(plan.experts.weights, expert_from_images(plan, [p.experts for p in packed], index, e)):
+            values = expert_from_images(plan, [p.experts for p in packed], index, e)
+            for name, value in zip(plan.experts.weights, values):
                 tensor, = tensor_names(plan, plan.weights[name], layer, e)
                 if fmt == "bf16":
                     same(value, t[tensor].T)
@@ -182,7 +184,7 @@ def test_a_tied_head_reads_its_table_once(tmp_path):
 def test_per_head_vectors_may_be_padded(tmp_path):
     plan, t, hub = make(tmp_path)
     pack(plan, hub, tmp_path / "out")
-    longer = {n: np.concatenate([a, np.full(5, np.float32(7))])[None, None] if n.endswith("A_log") else a for n, a in t.items()}
+    longer = {n: np.append(a, np.full(5, np.float32(7)))[None, None] if n.endswith("A_log") else a for n, a in t.items()}
     pack(plan, checkpoint(tmp_path / "longer", longer), tmp_path / "out2")
     for a, b in zip(load(plan, tmp_path / "out"), load(plan, tmp_path / "out2")):
         same(a.tape, b.tape)
@@ -256,7 +258,8 @@ def test_k_that_is_no_whole_group_is_padded():
     padded[:45] = down
     assert np.array_equal(back, dequantise_mxfp4(*quantise_mxfp4(padded)))
     with pytest.raises(ValueError, match="no whole groups of 32"):
-        put_expert(plan_experts("mxfp4", 1, 1, 1, 2, 64, 80, 70, ("g", "u", "d")), rows, 2, 1, store_values("mxfp4", down))
+        image = plan_experts("mxfp4", 1, 1, 1, 2, 64, 80, 70, ("gate", "up", "down"))
+        put_expert(image, rows, 2, 1, store_values("mxfp4", down))
 
 
 def test_who_holds_an_expert(tmp_path):
@@ -279,16 +282,18 @@ def test_all_that_is_wrong_with_the_tensors_is_said_before_anything_is_written(t
         pack(plan, hub, tmp_path / "out")
     text = str(caught.value)
     assert "5 problems" in text and not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
-    for line in (f"missing: {p}input_layernorm.weight", f"misshapen: {p}self_attn.q_proj.weight", f"misdtyped: {p}self_attn.k_proj.weight",
-                 "extra: vision_tower.weight", f"missing: {p}block_sparse_moe.experts.4.w2.weight_scale"):
+    for line in (f"missing: {p}input_layernorm.weight", f"misshapen: {p}self_attn.q_proj.weight",
+                 f"misdtyped: {p}self_attn.k_proj.weight", "extra: vision_tower.weight",
+                 f"missing: {p}block_sparse_moe.experts.4.w2.weight_scale"):
         assert line in text
     with pytest.raises(MkgenError, match="4 problems"):
         pack(plan, hub, tmp_path / "out", ignore=["vision_tower.*"])
 
 
-@pytest.mark.parametrize("ending, bad", [("embed_tokens.weight", np.nan), ("layers.3.self_attn.kv_b_proj.weight", np.inf),
-                                         ("layers.2.self_attn.A_log", np.nan), ("layers.4.mlp_res_proj.weight", -np.inf),
-                                         ("layers.2.block_sparse_moe.experts.5.w3.weight", np.nan)])
+@pytest.mark.parametrize("ending, bad", [
+    ("embed_tokens.weight", np.nan), ("layers.3.self_attn.kv_b_proj.weight", np.inf),
+    ("layers.2.self_attn.A_log", np.nan), ("layers.4.mlp_res_proj.weight", -np.inf),
+    ("layers.2.block_sparse_moe.experts.5.w3.weight", np.nan)])
 def test_a_weight_that_is_not_finite(tmp_path, ending, bad):
     plan, t, _ = make(tmp_path, fmt="bf16")
     name, = (n for n in t if n.endswith(ending))
@@ -392,7 +397,8 @@ def test_the_command(tmp_path, capsys):
     plan, t, hub = make(tmp_path, ranks=1)
     figures = pack_command(plan, hub, tmp_path / "out", False, False, True)
     assert json.loads(capsys.readouterr().out) == figures
-    assert figures["parameters"] == sum(a.size * (2 if n.endswith("packed") else 1) for n, a in t.items() if not n.endswith("scale"))
+    sizes = {n: a.size * (2 if n.endswith("packed") else 1) for n, a in t.items() if not n.endswith("scale")}
+    assert figures["parameters"] == sum(sizes.values())
     pack_command(plan, hub, tmp_path / "out", False, True, False)
     text = capsys.readouterr().out
     assert text.startswith("kimi_k3: ") and layout_hash(plan) in text

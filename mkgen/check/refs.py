@@ -12,10 +12,12 @@ class BadExpression(Exception):
     """Source text of the plan that reads or addresses what does not exist."""
 
 
-class Run(NamedTuple):
-    """`pl.ds(start, size)`."""
-    start: int
-    size: int
+class Run:
+    """`pl.ds(start, size)`. No tuple: an index may be a tuple of these."""
+    __slots__ = ("start", "size")
+
+    def __init__(self, start: int, size: int):
+        self.start, self.size = start, size
 
 
 class View(NamedTuple):

@@ -1,7 +1,7 @@
 """A rank's images in memory, from logical weights: tape, experts, embedding table, all u32 rows of 128 lanes.
 
-The `put_*` functions write one weight into zeroed rows, be they an array or a file; whoever has all weights at hand calls
-`tape_image`, `expert_image` and `embedding_image`. What no weight covers stays zero (scales: one).
+The `put_*` functions write one weight into zeroed rows, be they an array or a file; whoever has all weights at hand
+calls `tape_image`, `expert_image` and `embedding_image`. What no weight covers stays zero (scales: one).
 """
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 from mkgen.graph.ir import Weight
 from mkgen.pack import formats
 from mkgen.pack.formats import GROUP, LANES, as_bf16
-from mkgen.pack.places import Home, TapePlaces, embedding_run, embedding_weight, expert_layers, expert_ranks, shapes, share
+from mkgen.pack.places import (Home, TapePlaces, embedding_run, embedding_weight, expert_layers, expert_ranks, shapes,
+                               share)
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 from mkgen.plan.tape import Matrix, Vector
@@ -22,9 +23,10 @@ BITS = {"bf16": 16, "mxfp4": 4}              # of one weight in an expert image
 
 
 class Source(Protocol):
-    """Logical weights: matrices [K, N], vectors [n], taps [taps, n], tables [vocab, hidden], one expert's matrix [K, N].
+    """Logical weights: matrices [K, N], vectors [n], taps [taps, n], tables [vocab, hidden], an expert's matrix [K, N].
 
-    May also have `expert_mxfp4(weight, layer, e) -> (codes u8 [K, N], e8m0 scales u8 [K/32, N])`; else experts are quantised.
+    May also have `expert_mxfp4(weight, layer, e) -> (codes u8 [K, N], e8m0 scales u8 [K/32, N])`; else experts are
+    quantised.
     """
 
     def weight(self, weight: Weight, layer: int) -> np.ndarray: ...
@@ -69,8 +71,9 @@ def embedding_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
 
 # -- the tape --------------------------------------------------------------------------------------------------------
 
-def put_weight(places: TapePlaces, rank: int, tape: np.ndarray, layer: int | None, name: str, value: np.ndarray) -> None:
-    """A logical weight of `layer` (None: the ends) into all its places on a rank's tape. f32 is rounded where bf16 is stored."""
+def put_weight(places: TapePlaces, rank: int, tape: np.ndarray, layer: int | None, name: str,
+               value: np.ndarray) -> None:
+    """A logical weight of `layer` (None: the ends) into all its places on a rank's tape; rounded where bf16 is stored."""
     plan = places.plan
     weight, ranks = plan.weights[name], plan.mesh.ranks
     if value.shape != weight.shape:
@@ -188,8 +191,9 @@ def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stor
         put_columns(target, _widened(scales, 4 * section.scale_rows, formats.ONE).view(np.uint32), 0)
 
 
-def put_expert_everywhere(plan: Plan, images: dict[int, np.ndarray], index: int, expert: int, which: int, stored: Stored) -> None:
-    """One matrix of `expert` of the index-th layer with experts into all of `images` (rank -> image) that hold a part of it."""
+def put_expert_everywhere(plan: Plan, images: dict[int, np.ndarray], index: int, expert: int, which: int,
+                          stored: Stored) -> None:
+    """One matrix of `expert` of the index-th layer with experts into all `images` (rank -> image) that hold a part."""
     for part, rank in enumerate(expert_ranks(plan, expert)):
         if rank in images:
             slot = index * plan.experts.local_experts + expert % plan.experts.local_experts

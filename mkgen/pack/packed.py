@@ -1,4 +1,4 @@
-"""The folder of packed weights: its files and manifest, how it is read, and how it comes to be all at once or not at all."""
+"""The folder of packed weights: its files and manifest, how it is read, and how it comes to be, whole or not at all."""
 from __future__ import annotations
 
 import json
@@ -23,7 +23,8 @@ OURS = re.compile(r"(tape|experts|embedding)\.\d+\.npy|" + re.escape(MANIFEST))
 
 @dataclass(frozen=True)
 class Packed:
-    """One rank's weights, mapped from their files, u32: tape [rows, 128], experts [slots, rows, 128] or None, embedding [rows, 128]."""
+    """One rank's weights, mapped from their files, u32: tape [rows, 128], experts [slots, rows, 128] or None,
+    embedding [rows, 128]."""
     tape: np.ndarray
     experts: np.ndarray | None
     embedding: np.ndarray
@@ -50,7 +51,7 @@ def read_manifest(directory: str | os.PathLike) -> dict:
 
 
 def load_packed(directory: str | os.PathLike, rank: int) -> Packed:
-    """One rank's arrays, mapped read-only. MkgenError if the folder has not that rank, or a file is not as the manifest says."""
+    """One rank's arrays, mapped read-only. MkgenError if that rank is not there, or a file not as the manifest says."""
     manifest = read_manifest(directory)
     if rank not in manifest["ranks"]:
         raise MkgenError(f"{directory}: holds ranks {manifest['ranks']}, not {rank}")
@@ -70,7 +71,7 @@ def load_packed(directory: str | os.PathLike, rank: int) -> Packed:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 def check_target(out: Path, force: bool) -> None:
-    """MkgenError unless `out` may be written: it is not there, or empty, or holds weights of ours, nothing else, and `force`."""
+    """MkgenError unless `out` may be written: it is not there, or empty, or holds weights of ours only, and `force`."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -82,7 +83,8 @@ def check_target(out: Path, force: bool) -> None:
     if not any(out.iterdir()):
         return
     if not (out / MANIFEST).exists():
-        raise MkgenError(f"{out}: holds weights without a {MANIFEST}: it is not replaced\n  fix: another --out, or empty the folder")
+        raise MkgenError(f"{out}: holds weights without a {MANIFEST}: it is not replaced\n"
+                         "  fix: another --out, or empty the folder")
     read_manifest(out)
     if not force:
         raise MkgenError(f"{out}: holds packed weights already\n  fix: another --out, or --force to replace them")
@@ -90,7 +92,7 @@ def check_target(out: Path, force: bool) -> None:
 
 @contextmanager
 def new_folder(out: Path, force: bool) -> Iterator[Path]:
-    """A folder `<out>.partial` to write into. It takes the place of `out` at the end, or vanishes if an error comes first."""
+    """A folder `<out>.partial` to write into. It takes the place of `out` at the end, or vanishes if an error comes."""
     check_target(out, force)
     partial = out.with_name(out.name + PARTIAL)
     if partial.exists():                     # of a run that was killed
@@ -107,7 +109,7 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
 
 
 def new_array(path: Path, shape: Iterable[int]) -> np.memmap:
-    """A .npy file of u32 zeros, mapped for writing, its disk space taken at once: a full disk met later is a dead process."""
+    """A .npy file of u32 zeros, mapped for writing, its space taken at once: a disk found full later kills the process."""
     a = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint32, shape=tuple(shape))
     if hasattr(os, "posix_fallocate"):
         with open(path, "r+b") as f:

@@ -33,7 +33,7 @@ class TapePlaces:
     """The tape of a plan, indexed by layer (None: the ends) and name. The same for every rank.
 
     entries: (layer, matrix or vector name) -> [(block, first row)], block is None for a vector.
-    homes: (layer, weight name) -> the matrices and vectors that it is part of; in the order of consumption, the ends first.
+    homes: (layer, weight name) -> the matrices and vectors that it is part of; in order of use, the ends first.
     """
 
     def __init__(self, plan: Plan):
@@ -51,7 +51,7 @@ class TapePlaces:
                 self.homes.setdefault((layer, weight), []).append(home)
 
     def _parts(self, name: str, layer: int | None):
-        """(weight name, its home) of each part of a matrix or vector. A name is a matrix if its entries have block numbers."""
+        """(weight name, its home) of each part of a matrix or vector. Entries of a matrix have block numbers."""
         at = 0
         if self.entries[layer, name][0][0] is not None:
             matrix = self.plan.matrices[name]

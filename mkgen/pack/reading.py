@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way to the images: each read once, held against NaN, rounded and counted where it is stored."""
+"""Tensors of a checkpoint on their way to the images: each read once, checked for NaN, rounded as stored, and counted."""
 from __future__ import annotations
 
 import math
@@ -40,7 +40,7 @@ class Reader:
         self._held: dict[str, np.ndarray] = {}
 
     def weights(self, wanted: list[tuple[int | None, Weight]]) -> Iterator[tuple[int | None, Weight, np.ndarray]]:
-        """(layer, weight, logical array) for each (layer, weight), a tensor in memory no longer than somebody needs it."""
+        """(layer, weight, logical array) of each (layer, weight); a tensor stays no longer than somebody needs it."""
         users = [(layer, w, tensor_names(self.plan, w, layer)) for layer, w in wanted]
         left = Counter(name for *_, names in users for name in names)
         exact = {name for _, w, names in users if w.dtype == "f32" or not _moves(w) for name in names}
@@ -69,7 +69,7 @@ class Reader:
         return self._quantised(name, w) if self.format == "mxfp4" else store_values("bf16", self._rounded(name, w).T)
 
     def check_first_expert(self) -> None:
-        """A checkpoint whose experts cannot be stored as they are is refused at once, not at its first expert in the middle."""
+        """Refuses a checkpoint whose experts cannot be stored as they are at once, rather than in the middle."""
         plain = (n for n, s in self.sources.items() if "mxfp4" in s.expected.dtypes and not s.packed)
         name = next(plain, None)
         if name and self.format == "mxfp4" and not self.convert:
@@ -147,4 +147,5 @@ def _moves(w: Weight) -> bool:
 def _bytes(source: Source) -> int:
     """Of the source's tensors in the checkpoint."""
     e, c = source.expected, source.checkpoint
-    return sum(math.prod(c.shape(n)) * np.dtype(NUMPY[c.dtype(n)]).itemsize for n in (e.packed_names if source.packed else (e.name,)))
+    names = e.packed_names if source.packed else (e.name,)
+    return sum(math.prod(c.shape(n)) * np.dtype(NUMPY[c.dtype(n)]).itemsize for n in names)

@@ -1,4 +1,4 @@
-"""Back from images to logical weights, bit for bit: the proof that packing loses nothing, by the inverse functions of `formats`."""
+"""Back from images to logical weights, bit for bit, by the inverse functions of `formats`: packing loses nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -47,7 +47,8 @@ def weight_from_tapes(places: TapePlaces, tapes: Sequence[np.ndarray], layer: in
         for rank, tape in enumerate(tapes):
             cut = tuple(share(weight, axis, home.of.whole, plan.mesh.ranks, rank) for axis in range(len(weight.shape)))
             sizes = [s.stop - s.start for s in cut]
-            local = read(places, tape, layer, home.of.name)[:sizes[0] if len(sizes) == 2 else 1, home.at:home.at + sizes[-1]]
+            local = read(places, tape, layer, home.of.name)
+            local = local[:sizes[0] if len(sizes) == 2 else 1, home.at:home.at + sizes[-1]]
             out = np.zeros(weight.shape, local.dtype) if out is None else out
             local = local.reshape(sizes)
             if not np.array_equal(out[cut][known[cut]], local[known[cut]]):

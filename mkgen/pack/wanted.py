@@ -13,9 +13,10 @@ FLOATS = ("bf16", "f32", "f16")
 
 
 def expected(plan: Plan) -> list[Expected]:
-    """One `Expected` a tensor. Experts may come as MXFP4 whatever they are stored as; per-head vectors may be padded."""
+    """One `Expected` a tensor. Experts may come as MXFP4, however they are stored; per-head vectors may be padded."""
     model = plan.spec.model
-    per_head = {r for w in plan.weights.values() if w.split is not None and w.assemble in ("vector", "exp") for r in w.roles}
+    split = [w for w in plan.weights.values() if w.split is not None]
+    per_head = {r for w in split if w.assemble in ("vector", "exp") for r in w.roles}
     out = []
     for t in tensors(model).values():
         dtypes = (*FLOATS, MXFP4) if t.per == "expert" else FLOATS

@@ -27,15 +27,16 @@ Progress = Callable[[int, int, str], None]   # bytes read, bytes in all, the ten
 
 
 def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLike, ranks: Iterable[int] | None = None,
-         progress: Progress | None = None, *, convert: bool = False, force: bool = False, ignore: Sequence[str] = ()) -> dict:
+         progress: Progress | None = None, *, convert: bool = False, force: bool = False,
+         ignore: Sequence[str] = ()) -> dict:
     """Packs a checkpoint for `ranks` (all of them if None) and returns the figures.
 
-    Every tensor is read once and scattered to all ranks' files; no more than one or two are in memory. The files grow in
-    `<out_dir>.partial`, which becomes `out_dir` when all is done.
+    Every tensor is read once and scattered to all ranks' files; no more than one or two are in memory. The files are
+    in `<out_dir>.partial`, which becomes `out_dir` when all is done.
     convert: unpacked experts that are not exact in mxfp4 are rounded to it. force: weights packed before are replaced.
     ignore: shell patterns of tensors that may be in the checkpoint unused.
-    Raises MkgenError: for all tensors that are missing, extra, misshapen or misdtyped, at once, before anything is written; for
-    a weight that is not finite; for a target or disk that will not do.
+    Raises MkgenError: for all tensors that are missing, extra, misshapen or misdtyped, at once, before anything is
+    written; for a weight that is not finite; for a target or disk that will not do.
     """
     began, out = time.perf_counter(), Path(os.path.abspath(out_dir))
     ranks = _ranks(plan, ranks)
@@ -52,7 +53,8 @@ def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLi
             progress(reader.read_bytes, reader.total_bytes, name)
 
     with new_folder(out, force) as folder:
-        files = {name: {r: new_array(folder / file_name(name, r), shape) for r in ranks} for name, shape in sizes.items()}
+        files = {name: {r: new_array(folder / file_name(name, r), shape) for r in ranks}
+                 for name, shape in sizes.items()}
         images = {name: {r: np.asarray(f) for r, f in of.items()} for name, of in files.items()}
         write_weights(plan, reader, images, tell)
         if plan.experts:
@@ -63,13 +65,15 @@ def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLi
                     "mesh": dict(plan.mesh.factors), "expert_format": plan.experts.format if plan.experts else None,
                     "shapes": {n: list(s) for n, s in sizes.items()}}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    return {"out": str(out), "model": manifest["model"], "layout_hash": manifest["layout_hash"], "ranks": len(ranks), "bytes": size,
-            "parameters": sum(math.prod(e.shape) for e in wanted), "tensors": len(wanted), "checkpoint_bytes": reader.total_bytes,
+    return {"out": str(out), "model": manifest["model"], "layout_hash": manifest["layout_hash"], "ranks": len(ranks),
+            "parameters": sum(math.prod(e.shape) for e in wanted), "tensors": len(wanted),
+            "checkpoint_bytes": reader.total_bytes, "bytes": size,
             "rounded_to_bf16": grouped(reader.rounded), "converted_to_mxfp4": grouped(reader.converted),
             "seconds": round(time.perf_counter() - began, 3)}
 
 
-def write_weights(plan: Plan, reader: Reader, images: dict[str, dict[int, np.ndarray]], tell: Callable[[str], None]) -> None:
+def write_weights(plan: Plan, reader: Reader, images: dict[str, dict[int, np.ndarray]],
+                  tell: Callable[[str], None]) -> None:
     """Embedding tables and tapes. The ends come first: a table that is also the head is read once."""
     places, table = TapePlaces(plan), embedding_weight(plan)
     wanted = [(layer, plan.weights[name]) for layer, name in places.homes]
@@ -96,7 +100,7 @@ def write_experts(plan: Plan, reader: Reader, images: dict[int, np.ndarray], tel
 
 
 def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force: bool, json: bool) -> dict:
-    """`mkgen pack`: packs all ranks, a bar on stderr, the figures on stdout (one JSON object if `json`), and returns them."""
+    """`mkgen pack`: packs all ranks; a bar on stderr, the figures, which are returned, on stdout (`json`: one object)."""
     with bar(plan.spec.model.name, sys.stderr) as progress:
         figures = pack(plan, from_dir, out_dir, progress=progress, convert=convert, force=force)
     figures["verdict"] = "pass"
@@ -106,10 +110,12 @@ def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force
 
 def describe(figures: dict) -> str:
     """The figures for a person."""
-    lines = ["{model}: {parameters:,} parameters in {tensors:,} tensors, packed for {ranks} ranks: {size:.3f} GB in {seconds:.1f} s"
-             .format(**figures, size=figures["bytes"] / 1e9), f"  layout {figures['layout_hash']}, {figures['out']}"]
+    lines = ["{model}: {parameters:,} parameters in {tensors:,} tensors, packed for {ranks} ranks: {size:.3f} GB in "
+             "{seconds:.1f} s".format(**figures, size=figures["bytes"] / 1e9),
+             f"  layout {figures['layout_hash']}, {figures['out']}"]
     for key, text in (("rounded_to_bf16", "bf16"), ("converted_to_mxfp4", "mxfp4")):
-        lines += [f"  rounded to {text}: {n['values']:,} values of {n['tensors']:,} tensors {pattern}" for pattern, n in figures[key].items()]
+        lines += [f"  rounded to {text}: {n['values']:,} values of {n['tensors']:,} tensors {pattern}"
+                  for pattern, n in figures[key].items()]
     return "\n".join(lines)
 
 
@@ -117,10 +123,10 @@ def describe(figures: dict) -> str:
 def bar(title: str, stream):
     """A progress bar on `stream`, as a `Progress`; nothing is drawn where it is no terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-               TextColumn("{task.fields[tensor]}"))
-    with Bar(*columns, console=Console(file=stream), disable=not stream.isatty()) as shown:
+    from rich import progress as rich
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(),
+               rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[tensor]}"))
+    with rich.Progress(*columns, console=Console(file=stream), disable=not stream.isatty()) as shown:
         task = shown.add_task(title, total=None, tensor="")
         yield lambda done, total, name: shown.update(task, completed=done, total=total, tensor=name)
 
@@ -134,5 +140,6 @@ def _ranks(plan: Plan, ranks: Iterable[int] | None) -> list[int]:
     out = sorted(set(every if ranks is None else ranks))
     wrong = [r for r in out if r not in every]
     if wrong or not out:
-        raise MkgenError(f"no rank {wrong[0]}: the mesh has {len(every)}, 0 to {len(every) - 1}" if wrong else "no ranks to pack for")
+        raise MkgenError(f"no rank {wrong[0]}: the mesh has {len(every)}, 0 to {len(every) - 1}" if wrong else
+                         "no ranks to pack for")
     return out

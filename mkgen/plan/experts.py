@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkgen.errors import MkgenError
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES, ROW_BYTES
 
@@ -60,7 +61,8 @@ def plan_experts(fmt: str, layers: int, experts: int, expert_parallel: int, tens
     per_word, unit = CODES[fmt]
     local = width // tensor_parallel
     if k % unit:
-        raise ValueError(f"an expert's input width {k} is not a multiple of {unit} ({fmt})")
+        raise MkgenError(f"an expert's input width {k} is not a multiple of {unit}\n  why: {fmt} packs {unit} values of K together\n"
+                         f"  fix: use build.formats.experts: bf16" if fmt != "bf16" else f"an expert's input width {k} is not a multiple of {unit}")
     row = 0
     sections = []
     for depth, panels in ((k, 2 * round_up(local, LANES) // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):

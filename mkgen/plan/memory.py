@@ -8,6 +8,7 @@ from mkgen.plan.regions import Buffer, Transfer
 from mkgen.plan.shard import Mesh
 from mkgen.plan.tape import LANES, Matrix, Vector
 from mkgen.spec.model import Build
+from mkgen.targets import Target
 
 ROWS_PADDED = 8                          # decode rows are padded to one sublane tile
 
@@ -25,8 +26,8 @@ class Place:
 class Memory:
     """Declarations shared by all sub-layers: buffers, transfers, matrices, vectors, places of carried values."""
 
-    def __init__(self, graph: LayerGraph, build: Build, mesh: Mesh):
-        self.graph, self.build, self.mesh = graph, build, mesh
+    def __init__(self, graph: LayerGraph, build: Build, mesh: Mesh, target: Target):
+        self.graph, self.build, self.mesh, self.target = graph, build, mesh, target
         self.slot_rows = build.block_kib * 1024 // (LANES * 4)
         self.ring_depth = build.ring_depth
         self.buffers: dict[str, Buffer] = {}

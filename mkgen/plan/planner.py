@@ -15,7 +15,7 @@ from mkgen.targets import Target
 def make_plan(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     """Lowers every sub-layer once, fixes the ring, adds what all of them share, and checks the budget of every row variant."""
     mesh = Mesh(tuple(spec.build.mesh.items()))
-    memory = Memory(graph, spec.build, mesh)
+    memory = Memory(graph, spec.build, mesh, target)
     end_chunks = count_end(graph, memory)
     memory.ring_depth = min(spec.build.ring_depth, end_chunks)
     regions = {sub.name: lower(memory, sub, end_chunks if sub.role == "end" else None) for sub in graph.sublayers()}
@@ -36,7 +36,7 @@ def lower(memory: Memory, sub, end_chunks: int | None) -> Region:
 
 def count_end(graph: LayerGraph, memory: Memory) -> int:
     """Chunks of the last sub-layer: the ring can be no deeper, since only that many are consumed without a refill."""
-    scratch = Memory(graph, memory.build, memory.mesh)
+    scratch = Memory(graph, memory.build, memory.mesh, memory.target)
     for sub in (graph.begin, graph.end):
         b = Builder(scratch, sub, 0 if sub is graph.end else None)
         b.region()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkgen.errors import MkgenError
 from mkgen.plan.shard import round_up
+from mkgen.targets import Target
 
 LANES = 128
 ROW_BYTES = 512
-DESCRIPTOR_BYTES = 157_000               # what the HBM delivers while one more descriptor is handled: 49 ns at 3.2 TB/s
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,24 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int) -> Matrix:
-    """The cheapest layout and block shape: bytes with padding, plus what the descriptors cost. k, widths: the rank's own."""
+def block_seconds(m: Matrix, target: Target) -> tuple[float, float]:
+    """(copying, computing) one block: bytes and one descriptor; MXU tiles, pushed whole, and the drain of a dot."""
+    deep, wide = target.mxu_shape
+    tiles = -(-m.block_k // deep) * -(-m.block_n // wide)
+    cycles = -(-tiles // target.mxus_per_core) * target.mxu_push_cycles["bf16"] + target.mxu_drain_cycles
+    return m.block_rows * ROW_BYTES / target.hbm_bytes_per_s + target.dma_descriptor_s, cycles / target.clock_hz
+
+
+def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target) -> Matrix:
+    """The layout and block shape whose blocks take least time in all, then least time on the MXU. k, widths: the rank's own."""
     n = sum(p.width for p in parts)
-    found: list[tuple[float, Matrix]] = []
+    found: list[tuple[tuple[float, float], Matrix]] = []
 
     def offer(layout: str, k_padded: int, n_padded: int, block_k: int, block_n: int) -> None:
         m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole)
         if m.block_rows <= slot_rows and m.block_rows % 8 == 0:
-            narrow = 1.05 if block_n < 2 * LANES and layout == "panels" else 1.0     # half of a 256-wide MXU stands idle
-            found.append((m.rows * ROW_BYTES * narrow + m.blocks * DESCRIPTOR_BYTES, m))
+            copy, compute = block_seconds(m, target)
+            found.append(((round(m.blocks * max(copy, compute) * 1e9), m.blocks * compute), m))
 
     k16 = round_up(k, 16)
     k_cuts = [k16 // d for d in divisors(max(k16 // LANES, 1)) if d == 1 or (k16 % (LANES * d) == 0)]
@@ -88,8 +97,9 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
         for cut in divisors(k // LANES):
             offer("lanes", k, n16, k // cut, n16)
     if not found:
-        raise ValueError(f"{name}: no block of [{k}, {n}] fits a ring slot of {slot_rows * ROW_BYTES} bytes")
-    return min(found, key=lambda f: (f[0], f[1].blocks, f[1].block_n))[1]
+        raise MkgenError(f"{name}: no block of [{k}, {n}] fits into build.block_kib = {slot_rows // 2}\n"
+                         f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
+    return min(found, key=lambda f: f[0])[1]
 
 
 @dataclass(frozen=True)

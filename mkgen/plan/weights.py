@@ -1,6 +1,7 @@
 """The builder's view of weights: cuts them into chunks of the tape and gives the source text that reads them."""
 from __future__ import annotations
 
+from mkgen.errors import MkgenError
 from mkgen.graph.ir import Weight
 from mkgen.plan.experts import ExpertImage, plan_experts
 from mkgen.plan.memory import Place, ROWS_PADDED, identifier
@@ -64,7 +65,7 @@ class Weights:
         whole = self.ranks == 1 or (along == "columns" and self.whole(ws)) or along == "whole"
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
-        m = plan_matrix(name, parts, k, whole, self.memory.slot_rows)
+        m = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target)
         self.memory.matrices[name] = m
         self.memory.weights.update({w.name: w for w in ws})
         return m
@@ -73,7 +74,8 @@ class Weights:
         """Source text [k, n] bf16 of a small matrix that is one block of the open chunk."""
         m = self.matrix(name, ws, along)
         if m.blocks != 1 or m.layout != "panels":
-            raise ValueError(f"{name}: [{m.k}, {m.n}] must be one block of panels, of at most {self.build.block_kib} KiB")
+            raise MkgenError(f"{name}: [{m.k}, {m.n}] does not fit into build.block_kib = {self.build.block_kib}\n"
+                             f"  why: it is read as one block of {m.k * m.n // 512} KiB\n  fix: raise build.block_kib")
         at = self.take(m.block_rows, name, 0)
         return f"panels(m, g, {at}, {m.block_k}, {m.block_n})", m
 

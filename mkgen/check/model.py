@@ -1,0 +1,118 @@
+"""The plan made executable on plain ints: refs of one rows variant, source text compiled once, transfers as functions."""
+from __future__ import annotations
+
+from types import CodeType, SimpleNamespace
+
+from mkgen.check.names import constants, namespace
+from mkgen.check.refs import BadExpression, Ref, Table, View, as_view
+from mkgen.check.scenario import Scenario, expert_ids, kv_items
+from mkgen.check.shorten import Short, shorten
+from mkgen.check.steps import tape_reads
+from mkgen.plan.plan import Plan
+from mkgen.plan.regions import Node, Step, Transfer
+from mkgen.plan.tape import LANES
+
+
+class Text:
+    """Compiled source text of a plan; shared by all runs of it."""
+
+    def __init__(self, plan: Plan):
+        self.here = SimpleNamespace(rank=0)
+        self.names = namespace(plan, self.here)
+        self.codes: dict[str, CodeType] = {}
+        self.copies: dict[str, object] = {}
+        self.pieces: dict[int, tuple[Step, list]] = {}
+        self.transfers = plan.transfers
+
+    def value(self, text: str, scope: dict):
+        """Raises BadExpression whatever goes wrong in the text."""
+        try:
+            code = self.codes.get(text)
+            if code is None:
+                code = self.codes[text] = compile(text, "<plan>", "eval")
+            return eval(code, self.names, scope)
+        except BadExpression as e:
+            raise BadExpression(f"{text}: {e}") from None
+        except Exception as e:
+            raise BadExpression(f"{text}: {type(e).__name__}: {e}") from None
+
+    def values(self, texts: tuple[str, ...], scope: dict) -> tuple:
+        return self.value(f"({', '.join(texts)},)" if texts else "()", scope)
+
+    def copy(self, name: str, args: tuple) -> tuple[View, View, View]:
+        """(source, target, semaphore) of a transfer for these arguments."""
+        try:
+            if name not in self.copies:
+                self.copies[name] = self.define(self.transfers[name])
+            return tuple(as_view(x) for x in self.copies[name](*args))
+        except BadExpression as e:
+            raise BadExpression(f"{name}{args[1:]}: {e}") from None
+        except Exception as e:
+            raise BadExpression(f"{name}{args[1:]}: {type(e).__name__}: {e}") from None
+
+    def define(self, t: Transfer):
+        lines = [f"def copy({', '.join(t.params)}):", *(f"    {s}" for s in t.setup),
+                 f"    return ({t.source}), ({t.target}), ({t.semaphore})"]
+        made: dict = {}
+        exec(compile("\n".join(lines), f"<{t.name}>", "exec"), self.names, made)
+        return made["copy"]
+
+    def tape_reads(self, step: Step) -> list:
+        """Pieces of the chunk that a step reads; the step is kept, so that its id stays its own."""
+        if id(step) not in self.pieces:
+            self.pieces[id(step)] = (step, tape_reads(step))
+        return self.pieces[id(step)][1]
+
+
+class Model:
+    """One rows variant of a plan: its refs, and which of them copies fill and empty."""
+
+    def __init__(self, plan: Plan, rows: int, text: Text, short: Short | None = None):
+        self.plan, self.rows, self.text = plan, rows, text
+        self.short = short or shorten(plan)
+        self.constants = constants(plan)
+        embed = (max(plan.embed_rows, 1), LANES)
+        refs = [Ref("tape", (max(self.short.tape_rows, 1), LANES), "u32", "hbm"), Ref("embedding", embed, "u32", "hbm")]
+        if plan.experts:
+            image = plan.experts
+            refs.append(Ref("experts", (image.layers * image.local_experts, image.rows, LANES), "u32", "hbm"))
+        refs += [Ref(b.name, b.dims(rows), b.dtype, b.space) for b in plan.buffers.values()]
+        self.refs = {r.whole.buffer: r for r in refs}
+        self.shapes = {b.name: b.shape for b in plan.buffers.values()}
+        self.fills: dict[str, list[Transfer]] = {}
+        for t in plan.transfers.values():
+            for name in t.writes:
+                self.fills.setdefault(name, []).append(t)
+        spaces = {b.name: b.space for b in plan.buffers.values()}
+        self.keep = {n for t in plan.transfers.values() for n in t.reads if spaces.get(n) == "vmem"}
+        self.moved = self.keep | {n for n in self.fills if spaces.get(n) == "vmem"}
+        self.touched: dict[int, tuple[Node, tuple, tuple]] = {}
+
+    def memory(self, scenario: Scenario) -> SimpleNamespace:
+        """`m`: refs, and the tables as the host and the prologue leave them."""
+        self.text.here.rank = scenario.rank
+        m = SimpleNamespace(**self.refs)
+        m.rows = self.rows
+        m.positions = Table("positions", list(scenario.positions))
+        m.tokens = Table("tokens", list(scenario.tokens))
+        m.chunks, m.facts = Table("chunks", self.short.chunks), Table("facts", self.short.facts)
+        for name in ("kv_items", "kv_count", "expert_ids", "expert_count"):
+            if name in self.refs:
+                setattr(m, name, Table(name, [None] * self.refs[name].dims[0]))
+        if "kv_items" in self.refs:
+            items, count = kv_items(scenario, self.constants["KV_TILE"], self.constants["KV_BATCH"])
+            for i, item in enumerate(items):
+                m.kv_items.put(i, item)
+            m.kv_count.put(0, count)
+        return m
+
+    def wanted(self, scenario: Scenario, turn: int) -> list[int]:
+        """Local expert ids that the rank has to run in the turn-th layer that routes."""
+        count = scenario.experts[turn % len(scenario.experts)]
+        return expert_ids(count, self.plan.experts.local_experts) if self.plan.experts else []
+
+    def moving(self, step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of what a step reads and writes, the buffers that copies move."""
+        if id(step) not in self.touched:
+            self.touched[id(step)] = (step, tuple(n for n in step.reads if n in self.moved), tuple(n for n in step.writes if n in self.moved))
+        return self.touched[id(step)][1:]

@@ -1,0 +1,198 @@
+"""One abstract run: the region tree is walked with real numbers, and every start, wait and step is held against the rules."""
+from __future__ import annotations
+
+from mkgen.check.exchange import Exchanges
+from mkgen.check.findings import Report
+from mkgen.check.flight import Flight
+from mkgen.check.model import Model
+from mkgen.check.refs import BadExpression
+from mkgen.check.scenario import Scenario
+from mkgen.check.steps import BINDS, PLAIN, TOUCHES, box_of
+from mkgen.plan.plan import Region
+from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait
+
+MOST_TRIPS = 100_000
+
+
+class AbstractRun:
+    def __init__(self, model: Model, scenario: Scenario, report: Report):
+        self.model, self.scenario, self.report = model, scenario, report
+        self.text, self.plan = model.text, model.plan
+        self.m = model.memory(scenario)
+        self.flight = Flight(report, model.keep)
+        self.exchanges = Exchanges(model.plan, model.rows, report)
+        self.g = self.base = self.turn = self.routed = 0
+        self.ids: list[int] = []
+        self.region: Region | None = None
+        self.read: set[int] = set()      # entries of the current chunk that have been read
+        self.walkers = {Step: self.step, Start: self.start, Wait: self.wait, Advance: self.advance, Collective: self.collective,
+                        Loop: self.loop, Branch: self.branch, Seq: lambda n, scope: self.nodes(n.nodes, scope)}
+
+    def run(self) -> list[tuple]:
+        """Prologue (the ring is filled), all regions, the end. Returns the sequence of exchanges."""
+        for g in range(self.plan.ring_depth):
+            self.copy("prologue/tape_copy", "tape_copy", (self.m, g), True)
+        for layer, index, region in self.model.short.regions:
+            self.turn += 1
+            self.region, self.base = region, self.g
+            scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
+            self.nodes(region.body.nodes, scope)
+        if 2 * self.g != len(self.model.short.chunks):
+            self.report.add("tape", "end", f"{self.g} chunks are consumed of {len(self.model.short.chunks) // 2}", "the tape is read to its end")
+        self.flight.finish()
+        self.exchanges.finish()
+        return self.exchanges.trace
+
+    # -- the walk -------------------------------------------------------------------------------------------------------
+
+    def nodes(self, nodes: tuple[Node, ...], scope: dict) -> None:
+        for n in nodes:
+            scope["g"] = self.g
+            self.walkers[type(n)](n, scope)
+
+    def where(self, name: str) -> str:
+        return f"{self.region.name}/{name}"
+
+    def bad(self, where: str, error: BadExpression) -> None:
+        self.report.add("expression", where, f"{error}, in a run with {self.scenario}", "the plan's text must name what exists")
+
+    def loop(self, n: Loop, scope: dict) -> None:
+        try:
+            trips = int(n.trips) if n.trips.isdigit() else self.text.value(n.trips, scope)
+        except BadExpression as e:
+            return self.bad(self.where(n.name or "loop"), e)
+        if n.bound is not None and trips > n.bound or trips > MOST_TRIPS:
+            self.report.add("loop", self.where(n.name), f"{n.trips} is {trips}", f"the bound is {n.bound}")
+            trips = min(trips, n.bound or 0)
+        for i in range(trips):
+            self.nodes(n.body, scope | {n.var: i})
+
+    def branch(self, n: Branch, scope: dict) -> None:
+        try:
+            case = self.text.value(n.selector, scope)
+            if not 0 <= case < len(n.cases):
+                raise BadExpression(f"{n.selector} is {case}, there are {len(n.cases)} cases")
+        except BadExpression as e:
+            return self.bad(self.where("branch"), e)
+        self.nodes(n.cases[case][1].nodes, dict(scope))
+
+    def collective(self, n: Collective, scope: dict) -> None:
+        self.exchanges.stage(n, self.where(f"{n.kind} {n.part}"))
+
+    # -- copies ---------------------------------------------------------------------------------------------------------
+
+    def start(self, n: Start, scope: dict) -> None:
+        self.issue(n, scope, True)
+
+    def wait(self, n: Wait, scope: dict) -> None:
+        self.issue(n, scope, False)
+
+    def issue(self, n: Start | Wait, scope: dict, starts: bool) -> None:
+        where = self.where(n.transfer)
+        try:
+            if n.when is not None and not self.text.value(n.when, scope):
+                return
+            args = self.text.values(n.args, scope)
+        except BadExpression as e:
+            return self.bad(where, e)
+        self.copy(where, n.transfer, args, starts)
+
+    def copy(self, where: str, name: str, args: tuple, starts: bool) -> None:
+        try:
+            source, target, semaphore = self.text.copy(name, args)
+        except BadExpression as e:
+            return self.bad(where, e)
+        if not starts:
+            return self.flight.wait(name, source, target, semaphore, where)
+        t = self.plan.transfers[name]
+        if source.buffer not in t.reads or target.buffer not in t.writes or semaphore.space != "dma_sem" or semaphore.shape:
+            self.report.add("pairing", where, f"{source} -> {target} on {semaphore}", f"declared are {t.reads} -> {t.writes}, and one semaphore")
+        self.flight.start(name, source, target, semaphore, t.bytes, where)
+
+    # -- work -----------------------------------------------------------------------------------------------------------
+
+    def step(self, n: Step, scope: dict) -> None:
+        where, key = self.where(n.op), (n.template, n.macro)
+        try:
+            if key in BINDS:
+                name, text = BINDS[key]
+                scope[name] = self.text.value(text, scope)
+            when = n.args.get("when")
+            if isinstance(when, str) and not self.text.value(when, scope):
+                return
+            reads, writes = self.model.moving(n)
+            if reads or writes:
+                touch = TOUCHES.get(key, PLAIN)
+                for inner in self.scopes(touch, scope):
+                    data = touch.data is None or self.text.value(touch.data, inner)
+                    self.touch(where, reads, writes, inner, data)
+            if "ring" in reads:
+                self.pieces(n, scope, where)
+            self.fill_tables(n, scope)
+        except BadExpression as e:
+            self.bad(where, e)
+        self.exchanges.step(n, where)
+
+    def scopes(self, touch, scope: dict):
+        for value in self.text.value(touch.over, scope) if touch.var else (None,):
+            inner = scope | {touch.var: value} if touch.var else scope
+            if touch.bind:
+                inner = inner | {name: self.text.value(text, inner) for name, text in touch.bind}
+            yield inner
+
+    def touch(self, where: str, reads: tuple, writes: tuple, scope: dict, data: bool) -> None:
+        model = self.model
+        for name in reads:
+            box = box_of(model.refs[name], name, model.shapes[name], scope)
+            self.flight.read(name, box, where)
+            fills = [t for t in model.fills.get(name, ()) if all(p in scope for p in t.params)] if data else ()
+            if fills:
+                sources = [self.text.copy(t.name, tuple(scope[p] for p in t.params))[0] for t in fills]
+                if not any(self.flight.holds(name, box, source) for source in sources):
+                    self.report.add("data", where, f"reads {name}{list(box)} for {sources[0]}", "no finished copy of it lies there")
+        for name in writes:
+            self.flight.write(name, box_of(model.refs[name], name, model.shapes[name], scope), self.turn, where)
+
+    def fill_tables(self, n: Step, scope: dict) -> None:
+        """What routing and the list of experts leave in SMEM."""
+        if "expert_count" in n.writes:
+            self.ids = self.model.wanted(self.scenario, self.routed)
+            self.routed += 1
+            self.m.expert_count.put(0, len(self.ids))
+            self.m.expert_ids.values = [None] * len(self.m.expert_ids.values)
+        if "expert_ids" in n.writes:
+            first = self.model.constants["EXPERT_SLOTS"]
+            for i in [scope["i"]] if "i" in scope else range(min(first, len(self.ids)), len(self.ids)):
+                if i < len(self.ids):
+                    self.m.expert_ids.put(i, self.ids[i])
+
+    # -- the tape -------------------------------------------------------------------------------------------------------
+
+    def chunk(self):
+        """The entries that should lie in the current slot; none past the region's chunks (that is a finding of its own)."""
+        at = self.g - self.base
+        return self.region.chunks[at].entries if at < len(self.region.chunks) else None
+
+    def pieces(self, n: Step, scope: dict, where: str) -> None:
+        """Each piece that a step reads from the ring is an entry of the chunk at g."""
+        entries = self.chunk()
+        if entries is None:
+            return
+        for name, row, rows, first in self.text.tape_reads(n):
+            block = None if first is None else first + scope.get("i", 0)
+            for k, e in enumerate(entries):
+                if (e.row, e.rows) == (row, rows) and name in (None, e.name) and block in (None, e.block):
+                    self.read.add(k)
+                    break
+            else:
+                piece = f"rows {row} to {row + rows} of chunk {self.g - self.base}" + (f" as block {block} of {name}" if name else "")
+                self.report.add("tape", where, f"reads {piece}; there are {[(e.name, e.row, e.rows, e.block) for e in entries]}",
+                                "a step reads whole entries")
+
+    def advance(self, n: Advance, scope: dict) -> None:
+        entries = self.chunk()
+        unread = [e.name for k, e in enumerate(entries or ()) if k not in self.read]
+        if unread:
+            self.report.add("tape", self.where("advance"), f"{', '.join(unread)} in chunk {self.g - self.base}", "no step reads it before its slot is given up")
+        self.read = set()
+        self.g += 1
