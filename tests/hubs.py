@@ -23,7 +23,7 @@ HUB = {bfloat16: "BF16", np.float32: "F32", np.float16: "F16", np.uint8: "U8", m
 SMALL_BUILD = {"context": 64, "kv_tile": 32, "rows": [1, 2], "ring_depth": 3, "expert_slots": 2, "block_kib": 128}
 MESHES = {1: {"core": 1}, 4: {"chip": 2, "core": 2}}
 
-# hidden 256: K can lie on lanes. Over four ranks most widths do not divide; the dense one leaves a rank without any.
+# Over four ranks most widths do not divide; the dense one leaves a rank without any.
 KIMI = {
     "hidden": 256, "vocab": 331, "layers": 5, "mixer": "kda*3 mla kda", "ffn": "dense moe*4",
     "residual": {"kind": "block_softmax", "block": 2, "eps": 1e-5},

@@ -25,9 +25,9 @@ model:
   name: small
   hidden: 256
   vocab: 301
-  layers: 3
-  mixer: attention*3
-  ffn: dense moe*2
+  layers: 2
+  mixer: attention*2
+  ffn: dense moe
   mixers:
     attention: {kind: gqa, heads: 4, kv_heads: 2, head_dim: 128, rope: {}}
   ffns:
@@ -167,8 +167,8 @@ def test_figures_count_replication_and_experts(small):
     plan = small[1]
     by = families(plan)
     router = by["moe.router"]
-    assert router.true == 2 * (256 * 4 * 2) and router.replicated == router.true / 2
-    assert by["attention.qkv"].replicated == 0 and by["attention.qkv"].true == 3 * 256 * (4 + 2 * 2) * 128 * 2 / 2
+    assert router.true == 256 * 4 * 2 and router.replicated == router.true / 2
+    assert by["attention.qkv"].replicated == 0 and by["attention.qkv"].true == 2 * 256 * (4 + 2 * 2) * 128 * 2 / 2
     assert distinct_experts(plan, 1) == pytest.approx(1) and distinct_experts(plan, 2) == pytest.approx(1.5)
     with pytest.raises(ValueError, match="variants 1, 2"):
         figures(plan, 3)
@@ -225,7 +225,7 @@ def test_a_long_line_is_refused_and_nothing_written(small, tmp_path, monkeypatch
 # -- the face -----------------------------------------------------------------------------------------------------------
 
 def test_steps_of_a_small_model_follow_the_reference(small, tmp_path, monkeypatch):
-    """Weights from a packed folder, two rows of which one pauses, five steps; then a row that begins anew."""
+    """Weights from a packed folder, two rows of which one pauses while the other goes on, and then begins anew."""
     from mkgen.reference.evaluate import Decoder
     plan = small[1]
     made = imported(plan, tmp_path, "small_steps", monkeypatch)
@@ -235,7 +235,7 @@ def test_steps_of_a_small_model_follow_the_reference(small, tmp_path, monkeypatc
     weights, state = made.load_weights(tmp_path / "packed", mesh), made.init_state(mesh, rows=2)
     step, oracle = made.make_decode_step(mesh, rows=2, interpret=True), Decoder(plan.graph, params, 2, 32, False)
     tokens = np.array([[5], [300]], np.int32)
-    for positions in ([0, 0], [1, -1], [2, 1], [3, -1], [0, 2]):
+    for positions in ([0, 0], [1, -1], [0, 1]):
         positions = np.array(positions, np.int32)
         before, forced = state, np.asarray(tokens)[:, 0]
         tokens, logits, state = step(weights, state, tokens, positions)

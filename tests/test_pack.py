@@ -10,20 +10,22 @@ from mkgen.errors import MkgenError
 from mkgen.graph.weights import assemble
 from mkgen.pack import write
 from mkgen.pack.formats import dequantise_mxfp4, from_hub, pack_lanes, pack_panels, quantise_mxfp4
-from mkgen.pack.image import embedding_image, expert_image, put_expert, store_values, tape_image
+from mkgen.pack.image import embedding_image, expert_image, put_expert, put_matrix, store_values, tape_image
 from mkgen.pack.packed import load_packed
-from mkgen.pack.places import TapePlaces, embedding_weight, expert_layers, expert_ranks, share
+from mkgen.pack.places import Home, TapePlaces, embedding_weight, expert_layers, expert_ranks, share
 from mkgen.pack.unpack import (embedding_from_images, expert_from_images, matrix_from_tape, vector_from_tape,
                                weight_from_tapes)
 from mkgen.pack.wanted import tensor_names
 from mkgen.pack.write import pack, pack_command
 from mkgen.plan.experts import plan_experts
 from mkgen.plan.layout import layout_hash
+from mkgen.plan.tape import Matrix, Part
 from mkgen.reference.params import TensorParams
 
 PLANS = [("kimi_k3", KIMI, ranks, fmt) for ranks in (1, 4) for fmt in ("bf16", "mxfp4")]
 PLANS += [("qwen3_30b_a3b", QWEN, ranks, "bf16") for ranks in (1, 4)]
-each_plan = pytest.mark.parametrize("base, sizes, ranks, fmt", PLANS, ids=lambda v: "" if isinstance(v, dict) else str(v))
+each_plan = pytest.mark.parametrize("base, sizes, ranks, fmt", PLANS,
+                                    ids=lambda v: "" if isinstance(v, dict) else str(v))
 
 
 def make(tmp_path, base="kimi_k3", sizes=KIMI, ranks=4, fmt="mxfp4"):
@@ -102,7 +104,6 @@ def test_padding_is_zero_and_blocks_are_as_the_kernel_reads_them(tmp_path, base,
     plan, t, hub = make(tmp_path, base, sizes, ranks, fmt)
     pack(plan, hub, tmp_path / "out")
     places, packed = TapePlaces(plan), load(plan, tmp_path / "out")
-    layouts = set()
     for (layer, name), entries in places.entries.items():
         for rank, p in enumerate(packed):
             if name in plan.vectors and entries[0][0] is None:
@@ -121,13 +122,35 @@ def test_padding_is_zero_and_blocks_are_as_the_kernel_reads_them(tmp_path, base,
                 want[:local.shape[0], at:at + local.shape[1]] = local
                 at += part.width
             same(got, want)
-            layouts.add(m.layout)
             write_block = pack_panels if m.layout == "panels" else pack_lanes
             for block, row in entries:
                 n, k = divmod(block, m.k_blocks)
                 cut = want[k * m.block_k:(k + 1) * m.block_k, n * m.block_n:(n + 1) * m.block_n]
                 same(p.tape[row:row + m.block_rows], write_block(cut))
-    assert layouts == ({"panels", "lanes"} if base == "kimi_k3" else {"panels"})
+
+
+@pytest.mark.parametrize("layout, k, k_padded, n_padded, block_k, block_n", [
+    ("panels", 250, 256, 256, 128, 128), ("panels", 13, 16, 256, 16, 256), ("panels", 384, 384, 384, 128, 384),
+    ("lanes", 256, 256, 176, 128, 176), ("lanes", 384, 384, 176, 384, 176), ("lanes", 128, 128, 192, 128, 96)])
+def test_parts_of_any_width_share_a_matrix(layout, k, k_padded, n_padded, block_k, block_n):
+    """Whatever the planner chooses: odd widths put two parts into one word, or one into several panels and blocks."""
+    rng, widths = np.random.default_rng(3), (5, 131, 1, 26)
+    m = Matrix("m", tuple(Part(str(i), w) for i, w in enumerate(widths)), layout, k, sum(widths), k_padded, n_padded,
+               block_k, block_n, False)
+    want, at = np.zeros((k_padded, n_padded), bfloat16), 0
+    tape = np.zeros((m.rows + 8, 128), np.uint32)
+    order = rng.permutation(m.blocks)                                             # blocks may lie anywhere
+    entries = [(int(b), 8 + i * m.block_rows) for i, b in enumerate(order)]
+    for i, width in enumerate(widths):
+        local = rng.standard_normal((k, width), np.float32).astype(bfloat16)
+        put_matrix(tape, entries, Home(m, i, at), local)
+        want[:k, at:at + width] = local
+        at += width
+    for block, row in entries:
+        n, i = divmod(block, m.k_blocks)
+        cut = want[i * block_k:(i + 1) * block_k, n * block_n:(n + 1) * block_n]
+        same(tape[row:row + m.block_rows], (pack_panels if layout == "panels" else pack_lanes)(cut))
+    assert not tape[:8].any()
 
 
 def test_every_row_of_the_tape_belongs_to_one_entry(tmp_path):
@@ -184,7 +207,8 @@ def test_a_tied_head_reads_its_table_once(tmp_path):
 def test_per_head_vectors_may_be_padded(tmp_path):
     plan, t, hub = make(tmp_path)
     pack(plan, hub, tmp_path / "out")
-    longer = {n: np.append(a, np.full(5, np.float32(7)))[None, None] if n.endswith("A_log") else a for n, a in t.items()}
+    longer = {n: np.append(a, np.full(5, np.float32(7)))[None, None] if n.endswith("A_log") else a
+              for n, a in t.items()}
     pack(plan, checkpoint(tmp_path / "longer", longer), tmp_path / "out2")
     for a, b in zip(load(plan, tmp_path / "out"), load(plan, tmp_path / "out2")):
         same(a.tape, b.tape)

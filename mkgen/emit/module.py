@@ -27,16 +27,19 @@ def module_files(plan: Plan) -> dict[str, str]:
     env = environment()
     host, init = (tidy(env.get_template(f"{name}.py.j2").render(plan=plan, **facts)) for name in ("host", "init"))
     files = {"__init__.py": init, "host.py": host, "kernel.py": render_kernel(plan), "plan.json": plan_text(plan)}
-    long = [f"  {name}:{n} has {len(line)} columns: {line.strip()}" for name, text in files.items() if name.endswith(".py")
+    long = [f"  {name}:{n} has {len(line)} columns: {line.strip()}"
+            for name, text in files.items() if name.endswith(".py")
             for n, line in enumerate(text.split("\n"), 1) if len(line) > COLUMNS]
     if long:
-        raise LongLines("\n".join([f"internal error: {len(long)} generated lines are over {COLUMNS} columns", *long]))
+        raise LongLines("\n".join([f"internal error: lines of over {COLUMNS} columns in a generated module", *long]))
     return files
 
 
 def write_module(plan: Plan, out_dir: str | Path) -> list[Path]:
-    """Writes the module into `out_dir` and returns its files. Nothing is touched before all of it is written beside the place;
-    each file is then replaced in one step, and files that are not ours stay."""
+    """Writes the module into `out_dir` and returns its files.
+
+    Nothing is touched before all of it is written beside the place; then each file is replaced in one step. Files that
+    are not ours stay."""
     files, out = module_files(plan), Path(out_dir)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -51,10 +54,10 @@ def write_module(plan: Plan, out_dir: str | Path) -> list[Path]:
     return [out / name for name in files]
 
 
-# -- what host.py.j2 prints ---------------------------------------------------------------------------------------------
+# -- what host.py.j2 prints --------------------------------------------------------------------------------------------
 
 def host_facts(plan: Plan) -> dict:
-    """The template's names: shapes of the rank's weights, row axes of the states, and the tables as short expressions."""
+    """The template's names: shapes of a rank's weights, row axes of the states, the tables as short expressions."""
     image, layers = plan.experts, plan.graph.layers
     first = figures(plan, plan.spec.build.rows[0])
     return {

@@ -15,6 +15,7 @@ class Printer:
     def __init__(self, env: Environment, plan: Plan):
         self.env, self.plan = env, plan
         self.op = None
+        self.printed: list[str] = []
 
     def region(self, seq: Seq, depth: int = 1) -> str:
         self.op = None
@@ -39,9 +40,13 @@ class Printer:
         """Are these the refill of a slot, the step to the next chunk, and the wait for it?"""
         return list(nodes) == [REFILL, Advance(), ARRIVAL]
 
-    def streams(self, node: Loop) -> bool:
-        """Does each trip wait for a chunk, use it, and refill its slot, and nothing else?"""
-        return node.body[:1] + node.body[-2:] == (ARRIVAL, REFILL, Advance()) and all(isinstance(n, Step) for n in node.body[1:-2])
+    def streams(self, node: Loop) -> tuple[str, tuple[Node, ...]] | None:
+        """(helper, steps) where each trip waits for a chunk, uses it, and perhaps refills its slot, and nothing else."""
+        for helper, tail in (("stream", (REFILL, Advance())), ("drain", (Advance(),))):
+            steps = node.body[1:-len(tail)]
+            if node.body == (ARRIVAL, *steps, *tail) and all(isinstance(n, Step) for n in steps):
+                return helper, steps
+        return None
 
     def whole_exchange(self, nodes: tuple[Node, ...]) -> int:
         """How many nodes at the head are one exchange over all stages with nothing in between; 0 if they are not."""
@@ -98,9 +103,14 @@ class Printer:
         if node.unroll:
             return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
         head = self.heading(node, depth)
-        if self.streams(node):
-            body = self.nodes(node.body[1:-2], depth + 1)
-            return [*head, "", f"{pad}def {node.name}({node.var}, g):", *body, "", f"{pad}g = stream(m, g, {node.trips}, {node.name})"]
+        if found := self.streams(node):
+            helper, steps = found
+            span = f"{node.first}, {node.first + int(node.trips)}" if node.first else node.trips
+            lines = [*head, "", f"{pad}def {node.name}({node.var}, g):", *self.nodes(steps, depth + 1), ""]
+            if node.first and lines[len(head):] == self.printed:             # the rest of a matrix whose first blocks were streamed
+                lines = []
+            self.printed = lines[len(head):]
+            return [*lines, f"{pad}g = {helper}(m, g, range({span}), {node.name})"]
         carry = "g" if tape else node.carry or "_"
         body = self.nodes(node.body, depth + 1)
         last = [] if carry == "_" else [f"{pad}{INDENT}return {carry}"]

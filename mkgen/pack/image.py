@@ -73,7 +73,7 @@ def embedding_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
 
 def put_weight(places: TapePlaces, rank: int, tape: np.ndarray, layer: int | None, name: str,
                value: np.ndarray) -> None:
-    """A logical weight of `layer` (None: the ends) into all its places on a rank's tape; rounded where bf16 is stored."""
+    """A logical weight of `layer` (None: the ends) into all its places on a rank's tape, rounded if stored as bf16."""
     plan = places.plan
     weight, ranks = plan.weights[name], plan.mesh.ranks
     if value.shape != weight.shape:

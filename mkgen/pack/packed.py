@@ -109,7 +109,7 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
 
 
 def new_array(path: Path, shape: Iterable[int]) -> np.memmap:
-    """A .npy file of u32 zeros, mapped for writing, its space taken at once: a disk found full later kills the process."""
+    """A .npy file of u32 zeros, mapped for writing, its space taken at once: a disk full later kills the process."""
     a = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint32, shape=tuple(shape))
     if hasattr(os, "posix_fallocate"):
         with open(path, "r+b") as f:

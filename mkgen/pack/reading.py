@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way to the images: each read once, checked for NaN, rounded as stored, and counted."""
+"""Tensors of a checkpoint on their way to the images: each read once, checked for NaN, rounded, counted."""
 from __future__ import annotations
 
 import math

@@ -100,7 +100,7 @@ def write_experts(plan: Plan, reader: Reader, images: dict[int, np.ndarray], tel
 
 
 def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force: bool, json: bool) -> dict:
-    """`mkgen pack`: packs all ranks; a bar on stderr, the figures, which are returned, on stdout (`json`: one object)."""
+    """`mkgen pack`: packs all ranks; a bar on stderr, on stdout the figures (`json`: one object), which it returns."""
     with bar(plan.spec.model.name, sys.stderr) as progress:
         figures = pack(plan, from_dir, out_dir, progress=progress, convert=convert, force=force)
     figures["verdict"] = "pass"
@@ -124,8 +124,8 @@ def bar(title: str, stream):
     """A progress bar on `stream`, as a `Progress`; nothing is drawn where it is no terminal."""
     from rich.console import Console
     from rich import progress as rich
-    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(),
-               rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[tensor]}"))
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(),
+               rich.TransferSpeedColumn(), rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[tensor]}"))
     with rich.Progress(*columns, console=Console(file=stream), disable=not stream.isatty()) as shown:
         task = shown.add_task(title, total=None, tensor="")
         yield lambda done, total, name: shown.update(task, completed=done, total=total, tensor=name)

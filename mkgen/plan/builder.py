@@ -71,7 +71,7 @@ class Builder(Values, Weights, Nodes):
         p = self.memory.places[v.name]
         self.close()
         self.memory.payload["gather"] = max(self.memory.payload["gather"], p.width)
-        name = self.buffer(v.name + "_whole", (ROWS_PADDED, self.ranks * p.width), "f32", f"{v.name}, of all ranks")
+        name = self.room(v.name + "_whole", self.ranks * p.width, "f32", f"{self.bare(v.name)} of all ranks")
         source = self.read(v, "f32")
         self.nodes[-1].append(Step(v.name, "exchange", "gather_put", dict(x=source, width=p.width), (p.buffer,), ("gather",)))
         for factor, size, stride in self.mesh.stages:

@@ -18,7 +18,7 @@ LINE = 120                               # columns of a line of plan.json, where
 
 
 def plan_dict(plan: Plan) -> dict:
-    """JSON-able; bytes are bytes, `rows` of tape and images are u32 rows of 512 bytes, keys keep the order of the plan."""
+    """JSON-able, in the order of the plan; rows of tape, images and tables are u32 rows of 512 bytes."""
     variants = plan.spec.build.rows
     return {
         "spec": {"model": plain(plan.spec.model), "build": plain(plan.spec.build)},
@@ -42,7 +42,7 @@ def plan_dict(plan: Plan) -> dict:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses to dicts whose `node` is the type's name, a Matrix or expert image to its name; the rest to JSON's own.
+    """Dataclasses to dicts whose `node` is the type's name, a Matrix to its name, the rest to JSON's own types.
 
     Fields of the region tree that say nothing (None, False, empty) are left out; a spec keeps all of its."""
     if isinstance(value, Matrix):
@@ -79,7 +79,8 @@ def tape(plan: Plan) -> dict:
 
 def chunk(c: Chunk) -> dict:
     """entries: [name, row in the chunk, rows], and the block's index for a matrix."""
-    return {"rows": c.rows, "entries": [[e.name, e.row, e.rows, *([] if e.block is None else [e.block])] for e in c.entries]}
+    entries = [[e.name, e.row, e.rows, *([] if e.block is None else [e.block])] for e in c.entries]
+    return {"rows": c.rows, "entries": entries}
 
 
 def expert_image(plan: Plan) -> dict | None:
@@ -96,7 +97,7 @@ def buffer(b: Buffer) -> dict:
 
 
 def vmem_map(plan: Plan, rows: int) -> dict:
-    """Buffers in order of declaration: [name, offset, tile-padded bytes]; one behind another, since none shares its bytes."""
+    """Buffers in order of declaration: [name, offset, tile-padded bytes]; none shares its bytes with another."""
     out, at = [], 0
     for name, size in plan.vmem(rows).items():
         out.append([name, at, size])
@@ -112,12 +113,12 @@ def fact_columns(plan: Plan) -> dict[str, list[int]]:
 
 def loop_nest(plan: Plan) -> dict:
     """One loop over the layers; what each runs, in the notation of the spec."""
-    columns = {role: as_schedule(fold([layer[i] for layer in plan.graph.layers])) for i, role in enumerate(("mixer", "ffn"))}
-    return {"loop": "layer", "trips": len(plan.graph.layers), **columns}
+    mixer, ffn = (as_schedule(fold(column)) for column in zip(*plan.graph.layers))
+    return {"loop": "layer", "trips": len(plan.graph.layers), "mixer": mixer, "ffn": ffn}
 
 
 def plan_text(plan: Plan) -> str:
-    """plan.json: two blanks a level, and every value that fits a line on one line, so that a change is a changed line."""
+    """plan.json: a value that fits a line stands on one, so that a change is a changed line."""
     return written(plan_dict(plan), "") + "\n"
 
 

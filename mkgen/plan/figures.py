@@ -1,7 +1,7 @@
 """What a step costs a core in bytes, padding and time at the least: the figures of a plan, for one number of rows.
 
-Weights only: states are read and written besides. Per-rank numbers are means over the ranks, so that a share that does not
-divide counts as what it is, and the words that fill it up count as padding.
+Weights only: states are read and written besides. Per-rank numbers are means over the ranks, so that a share that does
+not divide counts as what it is, and the words that fill it up count as padding.
 """
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STORED = {"f32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one family on one rank and step: copied from HBM; true, without padding; of the true ones, how many are copies of
-    what another rank holds as well."""
+    """Of one family on one rank and step: copied from HBM; true, without padding; of the true ones, how many are copies
+    of what another rank holds as well."""
     copied: float = 0.0
     true: float = 0.0
     replicated: float = 0.0
@@ -66,7 +66,7 @@ def entries(plan: Plan) -> dict[str, list[tuple[Entry, int]]]:
 
 
 def distinct_experts(plan: Plan, rows: int) -> float:
-    """Expected number of distinct experts of a rank that `rows` rows choose, uniformly and independently, in one layer."""
+    """Expected distinct experts of a rank in one layer, when `rows` rows choose uniformly and independently."""
     image = plan.experts
     kinds = {f.experts: f.top_k for f in plan.spec.model.ffns.values() if hasattr(f, "top_k")}
     return image.local_experts * (1 - (1 - kinds[image.experts] / image.experts) ** rows)
@@ -88,7 +88,7 @@ def embedded(plan: Plan, rows: int) -> Bytes:
 
 
 def figures(plan: Plan, rows: int) -> dict[str, int | float]:
-    """At `rows` active rows, a core and step: bytes, fractions, and `floor_seconds` = streamed bytes at the HBM's rate."""
+    """Of a core and step, `rows` rows active: bytes, fractions, `floor_seconds` = streamed bytes at the HBM's rate."""
     if rows not in plan.spec.build.rows:
         raise ValueError(f"rows is {rows}; the plan has the variants {', '.join(map(str, plan.spec.build.rows))}")
     total = sum(families(plan).values(), routed(plan, rows) + embedded(plan, rows))

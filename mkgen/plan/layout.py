@@ -1,7 +1,7 @@
 """What decides the bytes of packed weights, and its hash: the layout half of a plan, free of the schedule.
 
-Two plans with one hash read the same tapes, expert images and embedding tables. Chunk boundaries, ring depth, slots, rows and
-context are schedule and stay out; so do tensor names, which only say where a checkpoint keeps what a role needs.
+Two plans with one hash read the same tapes, expert images and embedding tables. Chunk boundaries, ring depth, slots,
+rows and context are schedule and stay out; so do tensor names, which only say where a checkpoint keeps a role's tensor.
 """
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import asdict
 from mkgen.plan.plan import Plan
 from mkgen.plan.tape import Chunk
 
-VERSION = 1                              # of the packing itself: raise it when formats.py lays the same facts out differently
+VERSION = 1                              # of the packing: raise it when formats.py lays the same facts out differently
 HASH_CHARS = 16
 
 
 def entry_order(chunks: tuple[Chunk, ...]) -> list[list]:
-    """What lies behind each other on the tape, whatever the chunks: [name, first block, blocks], or [name] for a vector."""
+    """What lies on the tape in order, whatever the chunks: [name, first block, blocks]; of a vector [name]."""
     out: list[list] = []
     for e in (e for c in chunks for e in c.entries):
         if e.block is None:

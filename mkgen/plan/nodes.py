@@ -51,11 +51,11 @@ class Nodes:
 
     @contextmanager
     def loop(self, name: str, var: str, trips: str, doc: str = "", bound: int | None = None, unroll: bool = False,
-             carry: str | None = None, init: str | None = None):
+             carry: str | None = None, init: str | None = None, first: int = 0):
         self.nodes.append([])
         yield
         body = tuple(self.nodes.pop())
-        self.nodes[-1].append(Loop(name, var, trips, body, doc, bound, unroll, carry, init))
+        self.nodes[-1].append(Loop(name, var, trips, body, doc, bound, unroll, carry, init, first))
 
     def buffer(self, name: str, shape: tuple, dtype: str, purpose: str, space: str = "vmem", remote: bool = False) -> str:
         return self.memory.declare(Buffer(identifier(name), tuple(shape), dtype, space, purpose, remote))

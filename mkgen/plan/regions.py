@@ -81,7 +81,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Loop:
-    """`for var in range(trips)`. trips is a literal, or an expression with `bound` as its largest value."""
+    """`for var in range(first, first + trips)`. trips is a literal, or an expression with `bound` as its largest value."""
     name: str
     var: str
     trips: str
@@ -91,6 +91,7 @@ class Loop:
     unroll: bool = False
     carry: str | None = None             # a value carried from trip to trip (the tape's g is carried without being named)
     init: str | None = None
+    first: int = 0                       # var starts here
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ class Times:
 
 
 def fold(items: Sequence) -> tuple[Any, ...]:
-    """Items and `Times` that expand to `items`. Greedy: at each place the repetition that saves the most, inside out."""
+    """Items and `Times` that expand to `items`. Greedy: at each place, the repetition that saves the most."""
     items, out, i = tuple(items), [], 0
     while i < len(items):
         found = [repeat_at(items, i, period) for period in range(1, (len(items) - i) // 2 + 1)]
-        saved, period, count = max(found, key=lambda f: f[0], default=(0, 1, 1))     # of equal savings, the shortest period's
+        saved, period, count = max(found, key=lambda f: f[0], default=(0, 1, 1))    # the shortest of equal ones
         if saved < 2:
             out.append(items[i])
             i += 1
@@ -59,7 +59,8 @@ def as_python(folded: tuple) -> str:
         if isinstance(x, Times):
             flush()
             inner = as_python(x.body)
-            terms.append(f"{x.count} * {inner}" if inner.count("[") == 1 and inner[0] == "[" else f"{x.count} * ({inner})")
+            single = inner.startswith("[") and inner.count("[") == 1
+            terms.append(f"{x.count} * {inner}" if single else f"{x.count} * ({inner})")
         else:
             loose.append(f'"{x}"' if isinstance(x, str) else repr(x))
     flush()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mkgen.graph.ir import Value
 from mkgen.plan.memory import Place, ROWS_PADDED, identifier
+from mkgen.plan.regions import Buffer
 from mkgen.plan.shard import local_units
 
 
@@ -48,6 +49,18 @@ class Values:
             return f"{text}.astype(bf16)" if dtype == "bf16" else f"round_bf16({text})"
         return text if p.dtype == dtype else f"{text}.astype({dtype})"
 
+    def bare(self, name: str) -> str:
+        """A name without the sub-layer's prefix."""
+        return name.removeprefix(self.sub.name + ".")
+
+    def room(self, name: str, width: int, dtype: str, purpose: str, space: str = "vmem") -> str:
+        """A buffer [8, width] for values that live within the sub-layer: shared with those of the same name, width and dtype
+        in other sub-layers, which never run at the same time."""
+        shared = Buffer(identifier(self.bare(name)), (ROWS_PADDED, width), dtype, space, purpose)
+        if self.memory.buffers.setdefault(shared.name, shared) == shared:
+            return shared.name
+        return self.buffer(name, (ROWS_PADDED, width), dtype, purpose, space)
+
     def columns(self, vs: tuple[Value, ...]) -> str:
         """Source text, float32, of values that lie side by side in one buffer."""
         places = [self.place(v) for v in vs]
@@ -62,7 +75,7 @@ class Values:
         """A new buffer that holds several outputs of the current op side by side."""
         spread, at = self.result(vs[0]), 0
         widths = [self.local(v, spread) for v in vs]
-        buffer = self.buffer(name, (ROWS_PADDED, sum(widths)), vs[0].dtype, " | ".join(v.name for v in vs))
+        buffer = self.room(name, sum(widths), vs[0].dtype, " | ".join(self.bare(v.name) for v in vs))
         for v, width in zip(vs, widths):
             self.memory.places[v.name] = Place(buffer, at, width, v.dtype, spread)
             at += width
@@ -76,7 +89,7 @@ class Values:
         else:
             spread = self.result(v)
             local = self.local(v, spread)
-            name = self.buffer(v.name, (ROWS_PADDED, width or local), dtype or v.dtype, v.name)
+            name = self.room(v.name, width or local, dtype or v.dtype, self.op.kind.replace("_", " "))
             p = self.memory.places[v.name] = Place(name, 0, local, dtype or v.dtype, spread)
         return Target(f"m.{p.buffer}", p.dtype, p.width)
 

@@ -83,10 +83,9 @@ class Weights:
         """A Linear: blocks one after another through the ring; one block shares a chunk with its neighbours."""
         m = self.matrix(op.name, op.ws, op.along)
         spread = {"columns": "split", "rows": "partial"}.get(op.along, "whole") if self.ranks > 1 and not m.whole else "whole"
-        logits = op.ys[0].name == "logits"
-        buffer = self.buffer("logits" if logits else op.name + "_y", (ROWS_PADDED, m.n_padded), "f32",
-                             "logits of this rank's vocabulary" if logits else " | ".join(y.name for y in op.ys),
-                             space="out" if logits else "vmem")
+        last = self.sub.role == "end"
+        buffer = self.room("logits" if last else op.name + "_y", m.n_padded, "f32", "logits of this rank's vocabulary" if last else
+                           " | ".join(self.bare(y.name) for y in op.ys) + ", not rounded", space="out" if last else "vmem")
         at = 0
         for y, part in zip(op.ys, m.parts):
             self.memory.places[y.name] = Place(buffer, at, part.width, "f32", spread)
@@ -104,9 +103,9 @@ class Weights:
         for first, last in ((0, filled), (filled, m.blocks)):
             if first == last:
                 continue
-            with self.loop(f"{identifier(op.name)}_block", "i", str(last - first), doc=f"{m.blocks} blocks"):
+            with self.loop(f"{identifier(op.name)}_block", "i", str(last - first), first=first):
                 self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
-                self.step(op, "linear", "block", writes=(buffer,), first=first, **args)
+                self.step(op, "linear", "block", writes=(buffer,), **args)
                 self.advance(refill=first < filled)
         self.chunks += [Chunk((Entry(m.name, 0, m.block_rows, i),)) for i in range(m.blocks)]
 
