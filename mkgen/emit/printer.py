@@ -53,13 +53,14 @@ class Printer:
         stages = self.plan.mesh.stages
         span = nodes[:2 * len(stages)]
         want = [(name, part) for name, _, _ in stages for part in ("start", "finish")]
-        if len(stages) < 2 or not all(isinstance(n, Collective) and n.kind != "greedy" for n in span):
+        if len(stages) < 2 or not all(isinstance(n, Collective) for n in span):
             return 0
-        same = {(n.kind, n.args) for n in span}
+        same = {(n.kind, n.args if n.kind != "greedy" else ()) for n in span}
         return len(span) if len(same) == 1 and [(n.factor, n.part) for n in span] == want else 0
 
     def exchange(self, node: Collective, depth: int) -> list[str]:
-        return [f"{INDENT * depth}all_{node.kind}({', '.join(('m', *node.args))})"]
+        result = f"{', '.join(node.args)} = " if node.kind == "greedy" else ""
+        return [f"{INDENT * depth}{result}all_{node.kind}({', '.join(('m', *node.args))})"]
 
     def node(self, node: Node, depth: int) -> list[str]:
         pad = INDENT * depth

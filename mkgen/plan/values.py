@@ -53,6 +53,13 @@ class Values:
         """A name without the sub-layer's prefix."""
         return name.removeprefix(self.sub.name + ".")
 
+    def own(self, name: str) -> str:
+        """The name as an identifier: bare, unless another sub-layer keeps a state of the same bare name."""
+        states = {s.name for sub in self.memory.graph.sublayers() for op in sub.ops for s in op.states()}
+        bare = self.bare(name)
+        alone = sum(s.partition(".")[2] == bare for s in states) == 1
+        return identifier(bare if alone else name)
+
     def room(self, name: str, width: int, dtype: str, purpose: str, space: str = "vmem") -> str:
         """A buffer [8, width] for values that live within the sub-layer: shared with those of the same name, width and dtype
         in other sub-layers, which never run at the same time."""

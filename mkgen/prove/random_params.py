@@ -1,8 +1,9 @@
 """Random weights of any graph, the same in every process: what the kernel is proven on.
 
-Scales are those of a trained model's first guess: products keep the size of what they multiply, gates and decays fall where
-they are neither open nor shut, router logits lie far apart. Every value is exact in the format that it is stored in, so that
-kernel and reference see the same numbers.
+Products keep the size of what they multiply, gates and decays fall where they are neither open nor shut, router logits lie far
+apart. Keys resemble queries of the same width: a normed head that has seen one token otherwise hangs on the sign of a dot near
+zero, and rounding would decide it. Every value is exact in the format that it is stored in, so that kernel and reference see
+the same numbers.
 """
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ class RandomParams:
     def __init__(self, graph: LayerGraph, seed: int, spec: Spec):
         self.graph, self.seed = graph, seed
         self.mxfp4 = spec.build.formats.get("experts", "bf16") == "mxfp4"
+        self._ends = {w.name for sub in (graph.begin, graph.end) for op in sub.ops for w in op.weights()}
+        self._weights = [w for sub in graph.sublayers() for op in sub.ops for w in op.weights()]
         self._weight = lru_cache(maxsize=None)(self._make)
         self._expert = lru_cache(maxsize=None)(self._make_expert)
 
@@ -48,10 +51,6 @@ class RandomParams:
         scales = ONE + exponent + rng.integers(-1, 2, (k // GROUP, n))
         return codes, scales.astype(np.uint8)
 
-    @property
-    def _ends(self) -> set[str]:
-        return {w.name for sub in (self.graph.begin, self.graph.end) for op in sub.ops for w in op.weights()}
-
     def _rng(self, weight: Weight, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(weight.name.encode()), *key])
 
@@ -62,8 +61,18 @@ class RandomParams:
         return _bf16(self._rng(weight, layer, expert).standard_normal((k, n)) / math.sqrt(k))
 
     def _make(self, weight: Weight, layer: int) -> np.ndarray:
-        w = self._draw(weight, self._rng(weight, layer)).astype(np.float32)
+        w = self._draw(weight, self._rng(weight, layer))
+        twin = self._queries(weight)
+        if twin is not None:
+            w = (w + 2 * self._draw(twin, self._rng(twin, layer))) / math.sqrt(5)
+        w = w.astype(np.float32)
         return w if weight.dtype == "f32" else _bf16(w)
+
+    def _queries(self, weight: Weight) -> Weight | None:
+        """The query weights that these key weights resemble: of the same kind and width."""
+        kind, _, role = weight.name.rpartition(".")
+        twin = {"k": "q", "k_conv": "q_conv"}.get(role)
+        return next((w for w in self._weights if w.name == f"{kind}.{twin}" and w.shape == weight.shape), None) if twin else None
 
     def _draw(self, weight: Weight, rng: np.random.Generator) -> np.ndarray:
         role = weight.name.rpartition(".")[2]
@@ -76,6 +85,8 @@ class RandomParams:
         if weight.assemble == "vector":                    # norms
             return 1 + 0.1 * rng.standard_normal(weight.shape)
         w = rng.standard_normal(weight.shape)
+        if weight.assemble == "taps":                      # mostly the newest input
+            return 0.3 * w + np.eye(len(w))[-1][:, None]
         if weight.assemble == "rows":
             return EMBEDDED * w
         return w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else 1)

@@ -193,7 +193,7 @@ class MlaAttention(Op):
 
 def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale: float) -> str:
     """Declares a cache of `blocks` x 128 features a token with its ring of tiles, and starts the first tiles early."""
-    tile, slots, name = b.build.kv_tile, b.build.kv_slots, op.state.replace(".", "_")
+    tile, slots, name = b.build.kv_tile, b.build.kv_slots, b.own(op.state)
     cache = b.state(op.states()[0], ("rows", blocks, b.build.context // 2, 128), "u32", "positional cache, two tokens a word")
     heads_padded = -(-heads // 8) * 8
     b.buffer(f"{name}_tiles", (slots, blocks, tile // 2, 128), "u32", "tiles of the cache, one a slot")
@@ -207,9 +207,10 @@ def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale
     b.buffer("kv_items", (items,), "i32", "row << 16 | tile of every tile to be read", space="smem")
     b.buffer("kv_count", (1,), "i32", "how many", space="smem")
     b.transfer(f"{name}_tile_copy", ("m", "index", "i"),
-               f"{cache}.at[index, row, :, pl.ds(pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2), KV_TILE // 2), :]",
+               f"{cache}.at[index, row, :, pl.ds(first, KV_TILE // 2), :]",
                f"m.{name}_tiles.at[slot]", f"m.{name}_tile_sem.at[slot]", blocks * tile // 2 * 512, "Tile of item i, into its slot.",
-               setup=("slot = lax.rem(i, KV_SLOTS)", "row, tile = kv_item(m, i)"), reads=(cache[2:],), writes=(f"{name}_tiles",))
+               setup=("slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m, i)",
+                                                                    "first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)"), reads=(cache[2:],), writes=(f"{name}_tiles",))
     b.transfer(f"{name}_word_copy", ("m", "index", "row"), f"m.{name}_word.at[row]",
                f"{cache}.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]", f"m.{name}_word_sem.at[row]", blocks * 512,
                "The words of the row's new token, back into the cache.", reads=(f"{name}_word",), writes=(cache[2:],))

@@ -55,14 +55,14 @@ class ShortConv(Op):
     def lower(self, b):
         width = sum(b.place(x).width for x in self.xs)
         window = b.state(self.states()[0], (self.taps - 1, 8, width), "f32", "last inputs of the convolution, oldest first")
-        held = b.buffer(self.state + "_now", (self.taps - 1, 8, width), "f32", "the window of this layer")
+        held = b.buffer(b.own(self.state), (self.taps - 1, 8, width), "f32", "the window of this layer")
         read, write = f"{held}_read", f"{held}_write"
-        b.semaphores(read + "_sem", (), "window in")
-        b.semaphores(write + "_sem", (), "window out")
+        b.semaphores(f"{held}_in", (), "window in")
+        b.semaphores(f"{held}_out", (), "window out")
         size = 8 * (self.taps - 1) * width * 4
-        b.transfer(read, ("m", "index"), f"{window}.at[index]", f"m.{held}", f"m.{read}_sem", size,
+        b.transfer(read, ("m", "index"), f"{window}.at[index]", f"m.{held}", f"m.{held}_in", size,
                    "The layer's convolution window, in.", reads=(window[2:],), writes=(held,))
-        b.transfer(write, ("m", "index"), f"m.{held}", f"{window}.at[index]", f"m.{write}_sem", size,
+        b.transfer(write, ("m", "index"), f"m.{held}", f"{window}.at[index]", f"m.{held}_out", size,
                    "The layer's convolution window, out.", reads=(held,), writes=(window[2:],))
         b.start_early(read, "m", "index")
         b.wait(read, "m", "index")
@@ -133,23 +133,23 @@ class DeltaRule(Op):
         hd = self.head_dim
         heads = b.place(self.q).width // hd
         matrix = b.state(self.states()[0], ("rows", heads, hd, hd), "f32", "recurrent matrix [key, value] of each row and head")
-        held = b.buffer(self.state + "_now", ("rows", heads, hd, hd), "f32", "the recurrent matrices of this layer")
-        inputs = b.buffer(self.name + "_in", (8, 5 * heads * hd), "f32", "q | k | decay | v | beta, a head after another")
+        held = b.buffer(b.own(self.state), ("rows", heads, hd, hd), "f32", "the recurrent matrices of this layer")
+        inputs = b.buffer(f"{held}_inputs", (8, 5 * heads * hd), "f32", "q | k | decay | v | beta, each head after head")
         read, write = f"{held}_read", f"{held}_write"
-        b.semaphores(read + "_sem", ("rows",), "a row's matrices in")
-        b.semaphores(write + "_sem", ("rows",), "a row's matrices out")
+        b.semaphores(f"{held}_in", ("rows",), "a row's matrices in")
+        b.semaphores(f"{held}_out", ("rows",), "a row's matrices out")
         size, here = heads * hd * hd * 4, "m.positions[row] >= 0"
-        b.transfer(read, ("m", "index", "row"), f"{matrix}.at[index, row]", f"m.{held}.at[row]", f"m.{read}_sem.at[row]", size,
+        b.transfer(read, ("m", "index", "row"), f"{matrix}.at[index, row]", f"m.{held}.at[row]", f"m.{held}_in.at[row]", size,
                    "A row's recurrent matrices, in.", reads=(matrix[2:],), writes=(held,))
-        b.transfer(write, ("m", "index", "row"), f"m.{held}.at[row]", f"{matrix}.at[index, row]", f"m.{write}_sem.at[row]", size,
+        b.transfer(write, ("m", "index", "row"), f"m.{held}.at[row]", f"{matrix}.at[index, row]", f"m.{held}_out.at[row]", size,
                    "A row's recurrent matrices, out.", reads=(held,), writes=(matrix[2:],))
         b.start_early(read, "m", "index", "row", when=here, rows=True)
         o = b.write(self.o)
-        rows = b.buffer(self.name + "_rows", (8, heads * hd), "f32", "output of the delta rule, before it is rounded")
+        rows = b.buffer(f"{held}_outputs", (8, heads * hd), "f32", "output of the delta rule, not rounded")
         b.step(self, "delta", "prepare", writes=(inputs, rows), q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), z=b.read(self.z, "f32"),
                beta=b.read(self.beta, "f32"), a=b.vector(self.a), dt_bias=b.vector(self.dt_bias), inputs=f"m.{inputs}", out=f"m.{rows}",
                heads=heads, head_dim=hd, floor=self.floor, eps=self.qk_eps)
-        with b.loop(f"{rows}_step", "row", "m.rows"):
+        with b.loop(f"{held}_row", "row", "m.rows"):
             b.wait(read, "m", "index", "row", when=here)
             b.step(self, "delta", "row", writes=(held, rows), when=here, inputs=f"m.{inputs}", matrix=f"m.{held}", out=f"m.{rows}", heads=heads, head_dim=hd)
             b.start(write, "m", "index", "row", when=here)
