@@ -11,6 +11,7 @@ from ml_dtypes import bfloat16
 
 from mkgen.graph.build import build_graph
 from mkgen.pack.formats import quantise_mxfp4, to_hub
+from mkgen.pack.packed import load_packed
 from mkgen.pack.wanted import names
 from mkgen.plan.planner import make_plan
 from mkgen.spec.load import load_spec
@@ -109,3 +110,22 @@ def checkpoint(folder: Path, t: dict[str, np.ndarray]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.safetensors", t)
     return folder
+
+
+def make(tmp_path, base="kimi_k3", sizes=KIMI, ranks=4, fmt="mxfp4"):
+    """A plan, its checkpoint in the format of its experts, and the checkpoint's folder."""
+    plan = small_plan(tmp_path, base, sizes, ranks, formats={"experts": fmt}, replicate=[])
+    t = hub_tensors(plan.spec.model, seed=ranks)
+    if fmt == "mxfp4":
+        t = with_mxfp4_experts(plan.spec.model, t)
+    return plan, t, checkpoint(tmp_path / "hub", t)
+
+
+def load(plan, out):
+    return [load_packed(out, rank) for rank in range(plan.mesh.ranks)]
+
+
+def same(a, b):
+    """Equal bits, not only equal values."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()

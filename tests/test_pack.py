@@ -1,9 +1,7 @@
-"""Packing: every weight comes back bit for bit, from all ranks; nothing wrong is written, nothing half is left."""
-import json
-
+"""Packing: every weight comes back bit for bit, from all ranks; files are the images in memory."""
 import numpy as np
 import pytest
-from hubs import KIMI, QWEN, checkpoint, expert_names, hub_tensors, small_plan, with_mxfp4_experts
+from hubs import KIMI, QWEN, checkpoint, expert_names, hub_tensors, load, make, same, small_plan, with_mxfp4_experts
 from ml_dtypes import bfloat16
 
 from mkgen.errors import MkgenError
@@ -16,7 +14,7 @@ from mkgen.pack.places import Home, TapePlaces, embedding_weight, expert_layers,
 from mkgen.pack.unpack import (embedding_from_images, expert_from_images, matrix_from_tape, vector_from_tape,
                                weight_from_tapes)
 from mkgen.pack.wanted import tensor_names
-from mkgen.pack.write import pack, pack_command
+from mkgen.pack.write import pack
 from mkgen.plan.experts import plan_experts
 from mkgen.plan.layout import layout_hash
 from mkgen.plan.tape import Matrix, Part
@@ -28,29 +26,10 @@ each_plan = pytest.mark.parametrize("base, sizes, ranks, fmt", PLANS,
                                     ids=lambda v: "" if isinstance(v, dict) else str(v))
 
 
-def make(tmp_path, base="kimi_k3", sizes=KIMI, ranks=4, fmt="mxfp4"):
-    """A plan, its checkpoint in the format of its experts, and the checkpoint's folder."""
-    plan = small_plan(tmp_path, base, sizes, ranks, formats={"experts": fmt}, replicate=[])
-    t = hub_tensors(plan.spec.model, seed=ranks)
-    if fmt == "mxfp4":
-        t = with_mxfp4_experts(plan.spec.model, t)
-    return plan, t, checkpoint(tmp_path / "hub", t)
-
-
-def load(plan, out):
-    return [load_packed(out, rank) for rank in range(plan.mesh.ranks)]
-
-
 def logical(plan, t, weight, layer, expert=None):
     """What the graph says that a weight is, in the dtype in which it is stored."""
     value = assemble(weight.assemble, *(t[n] for n in tensor_names(plan, weight, layer, expert)))
     return np.asarray(value).astype(bfloat16 if weight.dtype == "bf16" else np.float32)
-
-
-def same(a, b):
-    """Equal bits, not only equal values."""
-    assert a.dtype == b.dtype and a.shape == b.shape
-    assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 @each_plan
@@ -289,140 +268,3 @@ def test_k_that_is_no_whole_group_is_padded():
 def test_who_holds_an_expert(tmp_path):
     plan, *_ = make(tmp_path)
     assert [list(expert_ranks(plan, e)) for e in range(6)] == [[0, 1]] * 3 + [[2, 3]] * 3
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-def test_all_that_is_wrong_with_the_tensors_is_said_before_anything_is_written(tmp_path):
-    plan, t, _ = make(tmp_path)
-    p = "language_model.model.layers.1."
-    del t[p + "input_layernorm.weight"]
-    t[p + "self_attn.q_proj.weight"] = t[p + "self_attn.q_proj.weight"][:-1]
-    t[p + "self_attn.k_proj.weight"] = np.zeros(t[p + "self_attn.k_proj.weight"].shape, np.uint8)
-    t["vision_tower.weight"] = np.zeros(3, np.float32)
-    del t[p + "block_sparse_moe.experts.4.w2.weight_scale"]
-    hub = checkpoint(tmp_path / "bad", t)
-    with pytest.raises(MkgenError) as caught:
-        pack(plan, hub, tmp_path / "out")
-    text = str(caught.value)
-    assert "5 problems" in text and not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
-    for line in (f"missing: {p}input_layernorm.weight", f"misshapen: {p}self_attn.q_proj.weight",
-                 f"misdtyped: {p}self_attn.k_proj.weight", "extra: vision_tower.weight",
-                 f"missing: {p}block_sparse_moe.experts.4.w2.weight_scale"):
-        assert line in text
-    with pytest.raises(MkgenError, match="4 problems"):
-        pack(plan, hub, tmp_path / "out", ignore=["vision_tower.*"])
-
-
-@pytest.mark.parametrize("ending, bad", [
-    ("embed_tokens.weight", np.nan), ("layers.3.self_attn.kv_b_proj.weight", np.inf),
-    ("layers.2.self_attn.A_log", np.nan), ("layers.4.mlp_res_proj.weight", -np.inf),
-    ("layers.2.block_sparse_moe.experts.5.w3.weight", np.nan)])
-def test_a_weight_that_is_not_finite(tmp_path, ending, bad):
-    plan, t, _ = make(tmp_path, fmt="bf16")
-    name, = (n for n in t if n.endswith(ending))
-    t[name].reshape(-1)[-1] = bad
-    with pytest.raises(MkgenError, match=f"{name}: 1 of {t[name].size} values are NaN or infinite"):
-        pack(plan, checkpoint(tmp_path / "nan", t), tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hub", "kimi_k3.yaml", "nan"]
-
-
-def test_a_scale_that_is_no_number(tmp_path):
-    plan, t, _ = make(tmp_path)
-    name = [n for n in t if n.endswith("weight_scale")][-1]
-    t[name][0, 0] = 255
-    with pytest.raises(MkgenError, match=f"{name}: 1 of"):
-        pack(plan, checkpoint(tmp_path / "nan", t), tmp_path / "out")
-
-
-def test_what_is_there_is_not_overwritten(tmp_path):
-    plan, _, hub = make(tmp_path, ranks=1)
-    out = tmp_path / "out"
-    out.mkdir()
-    pack(plan, hub, out)                                                          # an empty folder will do
-    before = load_packed(out, 0).tape.copy()
-    with pytest.raises(MkgenError, match="--force"):
-        pack(plan, hub, out)
-    (out / "tape.0.npy").write_bytes(b"damaged")
-    pack(plan, hub, out, force=True)
-    same(load_packed(out, 0).tape, before)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hub", "kimi_k3.yaml", "out"]
-    (out / "thesis.tex").write_text("")
-    with pytest.raises(MkgenError, match="thesis.tex"):
-        pack(plan, hub, out, force=True)
-    (out / "thesis.tex").unlink()
-    (out / "manifest.json").unlink()
-    with pytest.raises(MkgenError, match="without a manifest"):
-        pack(plan, hub, out, force=True)
-    (out / "manifest.json").write_text('{"name": "a web app"}')
-    with pytest.raises(MkgenError, match="not a manifest of packed weights"):
-        pack(plan, hub, out, force=True)
-    with pytest.raises(MkgenError, match="is a file"):
-        pack(plan, hub, tmp_path / "kimi_k3.yaml")
-
-
-def test_a_failed_replacement_leaves_the_old_weights(tmp_path):
-    plan, t, hub = make(tmp_path, ranks=1, fmt="bf16")
-    out = tmp_path / "out"
-    pack(plan, hub, out)
-    t[[n for n in t if n.endswith("w2.weight")][-1]][0, 0] = np.nan
-    with pytest.raises(MkgenError, match="NaN"):
-        pack(plan, checkpoint(tmp_path / "nan", t), out, force=True)
-    load_packed(out, 0)
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_half_written_output_is_not_taken_for_finished(tmp_path, monkeypatch):
-    plan, _, hub = make(tmp_path, ranks=1)
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    seen = []
-
-    def killed(*_):
-        seen.extend(sorted(p.name for p in partial.iterdir()))
-        raise KeyboardInterrupt
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(write, "write_experts", killed)
-        pack(plan, hub, out)
-    assert seen == ["embedding.0.npy", "experts.0.npy", "tape.0.npy"] and not out.exists() and not partial.exists()
-    partial.mkdir()                                                               # as a killed run leaves it
-    (partial / "tape.0.npy").write_bytes(b"half")
-    with pytest.raises(MkgenError, match="none that were finished"):
-        load_packed(partial, 0)
-    pack(plan, hub, out)
-    load_packed(out, 0)
-    partial.mkdir()
-    (partial / "notes").write_text("")
-    with pytest.raises(MkgenError, match="in the way"):
-        pack(plan, hub, tmp_path / "out", force=True)
-
-
-def test_a_full_disk_is_noticed_first(tmp_path, monkeypatch):
-    plan, _, hub = make(tmp_path, ranks=1)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(MkgenError, match="are to be written"):
-        pack(plan, hub, tmp_path / "out")
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_files_that_are_not_as_the_manifest_says(tmp_path):
-    plan, _, hub = make(tmp_path, ranks=1)
-    pack(plan, hub, tmp_path / "out")
-    np.save(tmp_path / "out" / "embedding.0.npy", np.zeros((3, 128), np.uint32))
-    with pytest.raises(MkgenError, match="the manifest says"):
-        load_packed(tmp_path / "out", 0)
-    (tmp_path / "out" / "embedding.0.npy").write_bytes(b"nothing")
-    with pytest.raises(MkgenError, match="cannot be read"):
-        load_packed(tmp_path / "out", 0)
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
-
-def test_the_command(tmp_path, capsys):
-    plan, t, hub = make(tmp_path, ranks=1)
-    figures = pack_command(plan, hub, tmp_path / "out", False, False, True)
-    assert json.loads(capsys.readouterr().out) == figures
-    sizes = {n: a.size * (2 if n.endswith("packed") else 1) for n, a in t.items() if not n.endswith("scale")}
-    assert figures["parameters"] == sum(sizes.values())
-    pack_command(plan, hub, tmp_path / "out", False, True, False)
-    text = capsys.readouterr().out
-    assert text.startswith("kimi_k3: ") and layout_hash(plan) in text

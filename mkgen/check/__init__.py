@@ -2,13 +2,12 @@
 
 `tape` and `memory` hold counts and sizes against each other; `run` walks a short schedule (`shorten`) with the numbers of a few
 scenarios (`scenario`), on stand-ins for the kernel's refs (`refs`, `names`, `model`), and asks `flight` whether each copy and
-each step may happen now, and `exchange` whether the exchanges are in order.
+each step may happen now, `exchange` whether the exchanges are in order, and `values` whether what is read was made.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from mkgen.check.exchange import Exchanges
 from mkgen.check.findings import Finding, Report, Stop
 from mkgen.check.memory import check_memory
 from mkgen.check.model import Model, Text
@@ -16,9 +15,10 @@ from mkgen.check.run import AbstractRun
 from mkgen.check.scenario import scenarios
 from mkgen.check.shorten import shorten
 from mkgen.check.tape import check_tape
+from mkgen.check.values import Ledger
 from mkgen.plan.plan import Plan
 
-__all__ = ["Finding", "check_plan", "Exchanges"]
+__all__ = ["Finding", "check_plan"]
 
 
 def check_plan(plan: Plan, rows: Iterable[int] | int | None = None) -> list[Finding]:
@@ -35,11 +35,15 @@ def check_plan(plan: Plan, rows: Iterable[int] | int | None = None) -> list[Find
 def check_runs(plan: Plan, variants: tuple[int, ...], report: Report) -> None:
     text, short = Text(plan), shorten(plan)
     traces: dict[tuple, str] = {}
+    ledger = None
     for n in variants:
         model = Model(plan, n, text, short)
+        ledger = ledger or Ledger(plan, model.moved)
         for scenario in scenarios(plan, n):
-            trace = guarded(report, str(scenario), lambda s=scenario: AbstractRun(model, s, report).run())
+            trace = guarded(report, str(scenario), lambda s=scenario: AbstractRun(model, s, ledger, report).run())
             traces.setdefault(tuple(trace or ()), str(scenario))
+    if ledger:
+        ledger.finish(report)
     if len(traces) > 1 and not report.seen:
         names = list(traces.values())
         report.add("exchange", "all regions", f"'{names[0]}' and '{names[1]}' differ", "every rank makes the same sequence of exchanges")

@@ -23,6 +23,7 @@ class Exchanges:
         self.where = ""
         self.put: int | None = None      # width of this rank's piece, from gather_put to gather_take
         self.full = False                # every piece has arrived
+        self.best: str | None = None     # whose greedy token is at hand: local, or of all ranks
 
     @property
     def busy(self) -> str | None:
@@ -46,6 +47,7 @@ class Exchanges:
             self.open, self.done = False, self.done + 1
             if self.done == len(self.stages):
                 self.full = self.full or self.now[0] == "gather"
+                self.best = "all" if self.now[0] == "greedy" else self.best
                 self.now = None
 
     def begin(self, n: Collective, where: str) -> None:
@@ -77,6 +79,8 @@ class Exchanges:
             dims = self.dims.get(n.args[0][2:])
             if dims is None or width and dims[-1] < width:
                 self.report.add("exchange", where, f"reduces {width} columns of {n.args[0]}", f"it has the shape {dims}")
+        if n.kind == "greedy" and self.best != "local":
+            self.report.add("exchange", where, "compares tokens", "no step has found this rank's own")
         if n.kind == "gather" and (self.put != width or self.full):
             self.report.add("exchange", where, f"gathers pieces of {width} words", f"the piece put in place has {self.put}" if not self.full
                             else "the gather before was not taken out")
@@ -99,6 +103,10 @@ class Exchanges:
                 if width and self.dims.get(y, (0,))[-1] < self.ranks * width:
                     self.report.add("exchange", where, f"takes {self.ranks} pieces of {width} into {y}", f"it has the shape {self.dims.get(y)}")
             self.put, self.full = None, False
+        if n.macro == "greedy_local":
+            self.best = "local"
+        elif n.macro == "greedy_store" and (self.now or self.best != ("all" if self.stages else "local")):
+            self.report.add("exchange", where, "stores the token", "the ranks have not agreed on it")
         if self.busy in touched:
             self.report.add("exchange", where, f"touches {self.busy} during its reduction ({self.where})", "the sum is not complete")
 

@@ -13,6 +13,14 @@ class Flying:
         self.name, self.source, self.target, self.where, self.waited = name, source, target, where, False
 
 
+class Held:
+    """What a finished copy left in a box of VMEM or HBM, and whether a step has read it."""
+    __slots__ = ("box", "origin", "where", "used")
+
+    def __init__(self, box: Box, origin: View, where: str, used: bool):
+        self.box, self.origin, self.where, self.used = box, origin, where, used
+
+
 class Flight:
     """keep: VMEM buffers that some copy writes back; what is made in them has to leave again."""
 
@@ -21,7 +29,7 @@ class Flight:
         self.semaphores: dict[tuple[str, Box], list[Flying]] = {}
         self.coming: dict[str, list[Flying]] = {}
         self.going: dict[str, list[Flying]] = {}
-        self.held: dict[str, list[tuple[Box, View]]] = {}
+        self.held: dict[str, list[Held]] = {}
         self.made: dict[str, dict[Box, tuple[int, str]]] = {}
 
     # -- copies ---------------------------------------------------------------------------------------------------------
@@ -46,7 +54,10 @@ class Flight:
             self.leave(source, target, where)
         held = self.held.get(target.buffer)
         if held:
-            self.held[target.buffer] = [h for h in held if not overlap(h[0], target.box)]
+            for h in held:
+                if not h.used and overlap(h.box, target.box):
+                    self.unused(target.buffer, h)
+            self.held[target.buffer] = [h for h in held if not overlap(h.box, target.box)]
         f = Flying(name, source, target, where)
         self.semaphores.setdefault((semaphore.buffer, semaphore.box), []).append(f)
         self.coming.setdefault(target.buffer, []).append(f)
@@ -60,9 +71,9 @@ class Flight:
             self.report.add("state", where, f"writes {source} back to {target}", "no step has made it since it was last written back")
         for box in ready:
             del made[box]
-        for box, origin in self.held.get(source.buffer, ()):
-            if origin.buffer == target.buffer and overlap(box, source.box) and origin.box != target.box:
-                self.report.add("state", where, f"{source} was read from {origin} and is written to {target}", "a state goes back where it came from")
+        for h in self.held.get(source.buffer, ()):
+            if h.origin.buffer == target.buffer and overlap(h.box, source.box) and h.origin.box != target.box:
+                self.report.add("state", where, f"{source} was read from {h.origin} and is written to {target}", "a state goes back where it came from")
 
     def wait(self, name: str, source: View, target: View, semaphore: View, where: str) -> None:
         key = (semaphore.buffer, semaphore.box)
@@ -82,7 +93,11 @@ class Flight:
             for f in on_way:
                 self.coming[f.target.buffer].remove(f)
                 self.going[f.source.buffer].remove(f)
-                self.held.setdefault(f.target.buffer, []).append((f.target.box, f.source))
+                self.held.setdefault(f.target.buffer, []).append(
+                    Held(f.target.box, f.source, f.where, f.target.space != "vmem"))
+
+    def unused(self, buffer: str, h: Held) -> None:
+        self.report.add("data", h.where, f"{h.origin} is copied to {buffer}{list(h.box)}", "no step reads it there")
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
@@ -93,8 +108,12 @@ class Flight:
                                 f"{f.name} has not been waited for")
 
     def holds(self, buffer: str, box: Box, source: View) -> bool:
-        """A finished copy of `source` lies within the box."""
-        return any(origin == source and inside(at, box) for at, origin in self.held.get(buffer, ()))
+        """A finished copy of `source` lies within the box; it counts as read."""
+        for h in self.held.get(buffer, ()):
+            if h.origin == source and inside(h.box, box):
+                h.used = True
+                return True
+        return False
 
     def write(self, buffer: str, box: Box, turn: int, where: str) -> None:
         """turn: which run of a sub-layer this is."""
@@ -118,6 +137,10 @@ class Flight:
         for (buffer, _), on_way in self.semaphores.items():
             for f in on_way:
                 self.report.add("pairing", f.where, f"{f.source} -> {f.target} on {buffer} is outstanding at the end", f"a start of {f.name} without its wait")
+        for buffer, held in self.held.items():
+            for h in held:
+                if not h.used:
+                    self.unused(buffer, h)
         for buffer, made in self.made.items():
             for box, (_, where) in made.items():
                 self.report.add("state", where, f"{buffer}{list(box)} is made and stays in VMEM", "it was never written back")

@@ -8,6 +8,7 @@ from mkgen.check.model import Model
 from mkgen.check.refs import BadExpression
 from mkgen.check.scenario import Scenario
 from mkgen.check.steps import BINDS, PLAIN, TOUCHES, box_of
+from mkgen.check.values import Ledger, Values
 from mkgen.plan.plan import Region
 from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait
 
@@ -15,12 +16,13 @@ MOST_TRIPS = 100_000
 
 
 class AbstractRun:
-    def __init__(self, model: Model, scenario: Scenario, report: Report):
+    def __init__(self, model: Model, scenario: Scenario, ledger: Ledger, report: Report):
         self.model, self.scenario, self.report = model, scenario, report
         self.text, self.plan = model.text, model.plan
         self.m = model.memory(scenario)
         self.flight = Flight(report, model.keep)
         self.exchanges = Exchanges(model.plan, model.rows, report)
+        self.values = Values(ledger, report)
         self.g = self.base = self.turn = self.routed = 0
         self.ids: list[int] = []
         self.region: Region | None = None
@@ -35,12 +37,14 @@ class AbstractRun:
         for layer, index, region in self.model.short.regions:
             self.turn += 1
             self.region, self.base = region, self.g
+            self.values.enter(region.name)
             scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
             self.nodes(region.body.nodes, scope)
         if 2 * self.g != len(self.model.short.chunks):
             self.report.add("tape", "end", f"{self.g} chunks are consumed of {len(self.model.short.chunks) // 2}", "the tape is read to its end")
         self.flight.finish()
         self.exchanges.finish()
+        self.values.finish()
         return self.exchanges.trace
 
     # -- the walk -------------------------------------------------------------------------------------------------------
@@ -77,7 +81,10 @@ class AbstractRun:
         self.nodes(n.cases[case][1].nodes, dict(scope))
 
     def collective(self, n: Collective, scope: dict) -> None:
-        self.exchanges.stage(n, self.where(f"{n.kind} {n.part}"))
+        where = self.where(f"{n.kind} {n.part}")
+        self.exchanges.stage(n, where)
+        if n.kind == "reduce" and n.part == "start":
+            self.values.reduce(n.args[0][2:], where)
 
     # -- copies ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +139,7 @@ class AbstractRun:
         except BadExpression as e:
             self.bad(where, e)
         self.exchanges.step(n, where)
+        self.values.step(n, where)
 
     def scopes(self, touch, scope: dict):
         for value in self.text.value(touch.over, scope) if touch.var else (None,):

@@ -30,6 +30,7 @@ TOUCHES = {                              # (template, macro): all others work in
 }
 BINDS = {("attention", "item"): ("i", "batch * KV_BATCH + j")}       # names that a step leaves to the nodes behind it
 SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))       # buffer or suffix: slot = this name mod the slots
+SCRATCH = {("experts", "expert"): ("expert_gate_up", "expert_h")}    # what a step makes for itself
 PLAIN = Touch()
 
 

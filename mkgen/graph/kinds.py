@@ -86,7 +86,7 @@ def mla(name: str, a: Mla, h: Value, spec: Spec) -> Made:
 
 
 def kda(name: str, a: Kda, h: Value, spec: Spec) -> Made:
-    """Kimi Delta Attention: short convolution, delta rule with a decay per key channel, gated norm."""
+    """Kimi Delta Attention: short convolution, delta rule with a decay per key channel, norm."""
     hidden, heads, wide = h.width, a.heads, a.heads * a.head_dim
     per_head = lambda c: Value(f"{name}.{c}", wide, units=heads)
     q, k, v, g = (per_head(c) for c in "qkvg")

@@ -20,7 +20,9 @@ from mkgen.spec.model import Spec
 
 CODE_SIZE = float(np.sqrt(np.mean(VALUES ** 2)))          # of an fp4 value, all codes alike
 ROUTER_SPREAD = 1.5
-EMBEDDED = 0.5
+EMBEDDED = 1.0
+OUTPUT = 0.5                                              # what goes back to the residual stream: it fades, so roundings do
+OUTPUTS = ("o", "down", "shared_down", "latent_up")       # the roles that bring it there
 
 
 class RandomParams:
@@ -89,7 +91,7 @@ class RandomParams:
             return 0.3 * w + np.eye(len(w))[-1][:, None]
         if weight.assemble == "rows":
             return EMBEDDED * w
-        return w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else 1)
+        return w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else OUTPUT if role in OUTPUTS else 1)
 
 
 def _bf16(w: np.ndarray) -> np.ndarray:
