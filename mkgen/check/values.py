@@ -53,7 +53,7 @@ class Values:
         scratch = SCRATCH.get((n.template, n.macro), ())
         for name in n.writes:
             if name in ledger.watched:
-                if name in self.used and name not in n.reads and self.made.get(name) == n.op:
+                if name in self.used and self.made.get(name) == n.op:
                     self.report.add("value", where, f"writes {name} once more", "it was read before it was complete")
                 if self.made.get(name) != n.op:
                     self.used.discard(name)

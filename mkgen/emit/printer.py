@@ -41,11 +41,11 @@ class Printer:
         return list(nodes) == [REFILL, Advance(), ARRIVAL]
 
     def streams(self, node: Loop) -> tuple[str, tuple[Node, ...]] | None:
-        """(helper, steps) where each trip waits for a chunk, uses it, and perhaps refills its slot, and nothing else."""
-        for helper, tail in (("stream", (REFILL, Advance())), ("drain", (Advance(),))):
+        """(last argument, steps) where each trip waits for a chunk, uses it, and perhaps refills its slot, and nothing else."""
+        for last, tail in (("", (REFILL, Advance())), (", refill=False", (Advance(),))):
             steps = node.body[1:-len(tail)]
             if node.body == (ARRIVAL, *steps, *tail) and all(isinstance(n, Step) for n in steps):
-                return helper, steps
+                return last, steps
         return None
 
     def whole_exchange(self, nodes: tuple[Node, ...]) -> int:
@@ -85,7 +85,7 @@ class Printer:
         pad = INDENT * depth
         template = self.env.get_template(f"ops/{node.template}.py.j2")
         text = getattr(template.make_module({"plan": self.plan}), node.macro)(**node.args)
-        head = [] if node.op == self.op else ["", f"{pad}# -- {node.op}"]
+        head = [] if node.op == self.op else [f"{pad}# -- {node.op}"]
         self.op = node.op
         return head + [pad + line if line.strip() else "" for line in text.strip("\n").split("\n")]
 
@@ -105,20 +105,20 @@ class Printer:
             return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
         head = self.heading(node, depth)
         if found := self.streams(node):
-            helper, steps = found
+            last, steps = found
             span = f"{node.first}, {node.first + int(node.trips)}" if node.first else node.trips
-            lines = [*head, "", f"{pad}def {node.name}({node.var}, g):", *self.nodes(steps, depth + 1), ""]
-            if node.first and lines[len(head):] == self.printed:             # the rest of a matrix whose first blocks were streamed
+            lines = ["", *head, f"{pad}def {node.name}({node.var}, g):", *self.nodes(steps, depth + 1), ""]
+            if node.first and lines[1 + len(head):] == self.printed:             # the rest of a matrix whose first blocks were streamed
                 lines = []
-            self.printed = lines[len(head):]
-            return [*lines, f"{pad}g = {helper}(m, g, range({span}), {node.name})"]
+            self.printed = lines[1 + len(head):]
+            return [*lines, f"{pad}g = stream(m, g, range({span}), {node.name}{last})"]
         carry = "g" if tape else node.carry or "_"
         body = self.nodes(node.body, depth + 1)
         last = [] if carry == "_" else [f"{pad}{INDENT}return {carry}"]
         if tape and isinstance(node.body[-1], Advance):
             body, last = body[:-1], [f"{pad}{INDENT}return g + 1"]
         call = f"lax.fori_loop(0, {node.trips}, {node.name}, {node.init or ('g' if tape else 'None')})"
-        return [*head, "", f"{pad}def {node.name}({node.var}, {carry}):", *body, *last, "",
+        return ["", *head, f"{pad}def {node.name}({node.var}, {carry}):", *body, *last, "",
                 f"{pad}{'' if carry == '_' or not tape else 'g = '}{call}"]
 
     def heading(self, node: Loop, depth: int) -> list[str]:
@@ -127,4 +127,4 @@ class Printer:
         if op == self.op:
             return []
         self.op = op
-        return ["", f"{INDENT * depth}# -- {op}"]
+        return [f"{INDENT * depth}# -- {op}"]

@@ -86,7 +86,8 @@ def render_kernel(plan: Plan) -> str:
 
 def tidy(text: str) -> str:
     """The text as `ruff format` lays it out, at most 100 columns wide, with one blank line between functions."""
-    command = [sys.executable, "-m", "ruff", "format", "--quiet", "--isolated", "--line-length", "100", "--stdin-filename", "kernel.py", "-"]
+    command = [sys.executable, "-m", "ruff", "format", "--quiet", "--isolated", "--line-length", "100",
+               "--config", "format.skip-magic-trailing-comma=true", "--stdin-filename", "kernel.py", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the printed kernel is not Python:\n{done.stderr}")

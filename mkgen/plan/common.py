@@ -22,10 +22,10 @@ def declare_shared(memory: Memory) -> None:
         return
     reduce_words = max(round_up(memory.payload["reduce"], LANES), 2 * LANES)
     slots = sum(size for _, size, _ in stages)
-    add(Buffer("inbox", (2, slots, "rows", reduce_words), "u32", "vmem", "sums and argmaxes: half, member of a stage; peers write here", True))
+    add(Buffer("inbox", (2, slots, "rows", reduce_words), "u32", "vmem", "by half, member; peers write here", True))
     if memory.payload["gather"]:
         gather_words = round_up(memory.payload["gather"], LANES)
-        add(Buffer("gather", (2, memory.mesh.ranks, "rows", gather_words), "u32", "vmem", "gathers: half, rank; peers write here", True))
+        add(Buffer("gather", (2, memory.mesh.ranks, "rows", gather_words), "u32", "vmem", "by half, rank; peers write here", True))
     add(Buffer("phase", (len(stages) + 1,), "i32", "smem", "uses of each stage so far; gathers so far"))
     add(Buffer("sent", (), "dma", "dma_sem", "messages on their way out"))
     add(Buffer("arrived", (2, len(stages)), "dma", "dma_sem", "messages that came in: half, stage"))

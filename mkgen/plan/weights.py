@@ -63,6 +63,9 @@ class Weights:
 
     def matrix(self, name: str, ws: tuple[Weight, ...], along: str) -> Matrix:
         whole = self.ranks == 1 or (along == "columns" and self.whole(ws)) or along == "whole"
+        if along == "rows" and not whole and ws[0].units < self.ranks:
+            raise MkgenError(f"{name}: {ws[0].units} units of K cannot be shared out over {self.ranks} ranks\n"
+                             f"  why: each rank adds its own part to the sum\n  fix: a smaller build.mesh")
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
         m = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target)

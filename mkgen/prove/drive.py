@@ -52,31 +52,39 @@ class Trace:
     seconds: list[float] = field(default_factory=list)
 
 
-def run_kernel(plan: Plan, module, operands: dict, scenario: Scenario, mode: str, steps: int) -> Trace:
-    """`steps` steps of the scenario from its prefilled states, tokens forced."""
-    rows, mesh = scenario.rows, Mesh(np.array(jax.devices()[:plan.mesh.ranks]), ("tp",))
-    split, whole = PartitionSpec("tp"), PartitionSpec()
-    tables = {"chunks": plan.chunk_table(), "facts": plan.fact_table()}
-    trace = Trace(mode, rows)
+class Kernel:
+    """The generated kernel on virtual devices, for one number of rows: traced and compiled once."""
 
-    def rank_step(small, large, state):
-        given = {**small, **{n: a[0] for n, a in large.items()}}
-        out, state = module.decode_call(rows, given, {n: a[0] for n, a in state.items()}, interpret=interpret_params(mode))
-        return jax.tree.map(lambda a: a[None], (out, state))
+    def __init__(self, plan: Plan, module, operands: dict[str, np.ndarray], rows: int):
+        """operands: as `pack_operands` gives them."""
+        self.plan, self.rows = plan, rows
+        mesh = Mesh(np.array(jax.devices()[:plan.mesh.ranks]), ("tp",))
+        split, whole = PartitionSpec("tp"), PartitionSpec()
 
-    step = jax.jit(jax.shard_map(rank_step, mesh=mesh, in_specs=(whole, split, split), out_specs=split, check_vma=False))
-    large = jax.device_put(operands, NamedSharding(mesh, split))
-    state = {plan.states[layout.name]: np.stack([to_kernel(layout, scenario.states[0][layout.name], scenario.written, rank)
-                                                 for rank in range(plan.mesh.ranks)]) for layout in layouts(plan, rows)}
-    trace.states.append(state)
-    for now in scenario.steps[:steps]:
-        begin = time.time()
-        small = {"tokens": jnp.asarray(now.tokens), "positions": jnp.asarray(now.positions), **tables}
-        with watch(trace.findings):
-            out, state = jax.block_until_ready(step(small, large, jax.device_put(state, NamedSharding(mesh, split))))
-            out, state = jax.tree.map(np.asarray, (out, state))
-        trace.logits.append(out["logits"])
-        trace.tokens.append(out["token"][:, :rows, 0])
+        def rank_step(small, large, state):
+            given = {**small, **{n: a[0] for n, a in large.items()}}
+            out, state = module.decode_call(rows, given, {n: a[0] for n, a in state.items()}, interpret=interpret_params())
+            return jax.tree.map(lambda a: a[None], (out, state))
+
+        self.step = jax.jit(jax.shard_map(rank_step, mesh=mesh, in_specs=(whole, split, split), out_specs=split, check_vma=False))
+        self.split = NamedSharding(mesh, split)
+        self.tables = {"chunks": plan.chunk_table(), "facts": plan.fact_table()}
+        self.operands = jax.device_put(operands, self.split)
+
+    def run(self, scenario: Scenario, mode: str, steps: int) -> Trace:
+        """`steps` steps of the scenario from its prefilled states, tokens forced; mode: interpret.MODES."""
+        ranks, trace = range(self.plan.mesh.ranks), Trace(mode, self.rows)
+        state = {self.plan.states[l.name]: np.stack([to_kernel(l, scenario.states[0][l.name], scenario.written, r) for r in ranks])
+                 for l in layouts(self.plan, self.rows)}
         trace.states.append(state)
-        trace.seconds.append(time.time() - begin)
-    return trace
+        for now in scenario.steps[:steps]:
+            begin = time.time()
+            small = {"tokens": jnp.asarray(now.tokens), "positions": jnp.asarray(now.positions), **self.tables}
+            with watch(trace.findings, mode):
+                out, state = jax.block_until_ready(self.step(small, self.operands, jax.device_put(state, self.split)))
+                out, state = jax.tree.map(np.asarray, (out, state))
+            trace.logits.append(out["logits"])
+            trace.tokens.append(out["token"][:, :self.rows, 0])
+            trace.states.append(state)
+            trace.seconds.append(time.time() - begin)
+        return trace

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,9 +21,10 @@ MODES = ("on_wait", "eager")                  # a missing wait shows in the firs
 MESSAGES = 3                                  # of each kind that are kept
 
 
-def interpret_params(mode: str) -> pltpu.InterpretParams:
-    """Race detection on, memory NaN until it is written; `mode`: when copies are carried out."""
-    return pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode, uninitialized_memory="nan")
+def interpret_params() -> pltpu.InterpretParams:
+    """Race detection on, memory NaN until it is written. When copies are carried out is said to `watch`: one compiled kernel
+    serves both modes."""
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 @dataclass
@@ -34,9 +36,9 @@ class Findings:
 
 
 @contextlib.contextmanager
-def watch(findings: Findings):
+def watch(findings: Findings, mode: str):
     """Around one interpreted kernel, to its end: adds its races and left-over semaphores to `findings`."""
-    out = io.StringIO()
+    out, Memory.mode = io.StringIO(), mode
     try:
         with contextlib.redirect_stdout(out):
             yield
@@ -45,6 +47,7 @@ def watch(findings: Findings):
         raise
     finally:
         text = out.getvalue()
+        sys.stderr.write(text if len(text) < 2000 else text[:2000] + "...\n")
         races = re.findall(r"RACE DETECTED\n(.*?)\n\n", text, re.S)
         left = re.findall(r"Semaphore .* non-zero count.*", text)
         found = machine.races is not None and machine.races.races_found
@@ -103,7 +106,16 @@ def _access(kind: str, key: tuple, access: tuple) -> str:
     return f"{kind} of {key}[{where}] from {device}, {frame}"
 
 
+class Memory(machine.memory.SharedMemory):
+    """The interpreter's memory, with the mode of the moment instead of the one it was compiled with."""
+    mode = MODES[0]
+
+    def __post_init__(self):
+        self.dma_execution_mode = Memory.mode
+
+
 machine.RaceDetectionState = Races
+machine.memory.SharedMemory = Memory
 
 
 def _short(race: str) -> str:

@@ -14,7 +14,7 @@ from mkgen.reference.evaluate import Decoder, Params
 from mkgen.spec.model import Spec
 
 CANDIDATES = 16                               # tokens that are tried for a row, for wide router gaps and idle ranks
-GAP_NOISE = 0.005                             # of a router score: bf16 may turn a choice that is closer
+GAP_NOISE = 0.01                              # of a router score: bf16 may turn a choice that is closer
 
 
 @dataclass
@@ -79,6 +79,9 @@ def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool
         if same and row == 1:
             tried = tokens[:1]
         notes = _try(decoder, row, int(positions[row]), tried)
+        if same and row == 0 and notes and positions[1:2] >= 0:      # a wide gap for both
+            other = _try(decoder, 1, int(positions[1]), tried)
+            notes = [(c, np.minimum(g, h)) for (c, g), (_, h) in zip(notes, other)]
         if not notes:
             tokens[row] = tried[0]
             continue

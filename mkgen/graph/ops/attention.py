@@ -194,7 +194,7 @@ class MlaAttention(Op):
 def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale: float) -> str:
     """Declares a cache of `blocks` x 128 features a token with its ring of tiles, and starts the first tiles early."""
     tile, slots, name = b.build.kv_tile, b.build.kv_slots, b.own(op.state)
-    cache = b.state(op.states()[0], ("rows", blocks, b.build.context // 2, 128), "u32", "positional cache, two tokens a word")
+    cache = b.state(op.states()[0], ("rows", blocks, b.build.context // 2, 128), "u32", "two tokens a word")
     heads_padded = -(-heads // 8) * 8
     b.buffer(f"{name}_tiles", (slots, blocks, tile // 2, 128), "u32", "tiles of the cache, one a slot")
     b.buffer(f"{name}_token", (blocks, 8, 128), "u32", "the new token of each row")

@@ -54,7 +54,7 @@ class ShortConv(Op):
 
     def lower(self, b):
         width = sum(b.place(x).width for x in self.xs)
-        window = b.state(self.states()[0], (self.taps - 1, 8, width), "f32", "last inputs of the convolution, oldest first")
+        window = b.state(self.states()[0], (self.taps - 1, 8, width), "f32", "inputs, oldest first")
         held = b.buffer(b.own(self.state), (self.taps - 1, 8, width), "f32", "the window of this layer")
         read, write = f"{held}_read", f"{held}_write"
         b.semaphores(f"{held}_in", (), "window in")
@@ -132,7 +132,7 @@ class DeltaRule(Op):
     def lower(self, b):
         hd = self.head_dim
         heads = b.place(self.q).width // hd
-        matrix = b.state(self.states()[0], ("rows", heads, hd, hd), "f32", "recurrent matrix [key, value] of each row and head")
+        matrix = b.state(self.states()[0], ("rows", heads, hd, hd), "f32", "[key, value] of each head")
         held = b.buffer(b.own(self.state), ("rows", heads, hd, hd), "f32", "the recurrent matrices of this layer")
         inputs = b.buffer(f"{held}_inputs", (8, 5 * heads * hd), "f32", "q | k | decay | v | beta, each head after head")
         read, write = f"{held}_read", f"{held}_write"

@@ -112,7 +112,7 @@ class RoutedExperts(Op):
         b.buffer("expert_gate_up", (8, 2 * image.width_padded), "f32", "gate | up of one expert")
         for name, k in (("expert_x", image.k), ("expert_h", image.down.k)):
             shape = (-(-k // 256), 64, 256) if image.format == "mxfp4" else (8, k)
-            b.buffer(name, shape, "bf16", "left operand of an expert's matrices" + (", block-diagonal" if len(shape) == 3 else ""))
+            b.buffer(name, shape, "bf16", "left operand" + (", block-diagonal" if len(shape) == 3 else ""))
         b.transfer("expert_copy", ("m", "index", "i"), "m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]]", "m.expert_slot.at[slot]",
                    "m.expert_sem.at[slot]", image.rows * 512, "Number i of the layer's list of experts, into its slot.",
                    setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=("experts",), writes=("expert_slot",))

@@ -1,0 +1,63 @@
+"""The process that runs the proof: `python -m mkgen.prove.worker_verify`, a pickled spec on stdin, rungs as JSON on stdout.
+
+A process of its own, because the number of virtual devices is fixed when JAX starts.
+"""
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+
+STEPS = {"on_wait": 3, "eager": 2}            # eager: enough to cross the tile's edge
+SEED = 0
+
+
+def main() -> None:
+    spec = pickle.load(sys.stdin.buffer)
+    out, sys.stdout = sys.stdout, sys.stderr   # stdout is for the result alone
+    rungs = prove(spec)
+    json.dump([r.as_dict() for r in rungs], out)
+
+
+def prove(spec) -> list:
+    """All rungs of a mini spec, in this process, which must have its virtual devices."""
+    from mkgen.graph.build import build_graph
+    from mkgen.plan.planner import make_plan
+    from mkgen.prove.compare import all_rungs, same_bits
+    from mkgen.prove.coverage import reach
+    from mkgen.prove.drive import Kernel, load_kernel, pack_operands
+    from mkgen.prove.interpret import MODES
+    from mkgen.prove.random_params import RandomParams
+    from mkgen.prove.scenario import run_reference
+    from mkgen.targets import load_target
+
+    graph = build_graph(spec)
+    plan = make_plan(spec, graph, load_target(spec.build.chip))
+    params = RandomParams(graph, SEED, spec)
+    module, operands = load_kernel(plan), pack_operands(plan, params)
+    scenario = _timed("reference", run_reference, graph, params, spec, max(STEPS.values()))
+    rungs = reach(plan, scenario)
+    most = max(spec.build.rows)
+    kernel = Kernel(plan, module, operands, most)
+    traces = [_timed(f"{most} rows, {mode}", kernel.run, scenario, mode, STEPS[mode]) for mode in MODES]
+    for trace in traces:
+        rungs += all_rungs(plan, scenario, trace)
+    rungs.append(same_bits(scenario, *traces))
+    if most > 1:
+        alone = scenario.row(0)
+        trace = _timed("1 row", Kernel(plan, module, operands, 1).run, alone, MODES[0], 1)
+        rungs += all_rungs(plan, alone, trace)
+    return rungs
+
+
+def _timed(what: str, f, *args):
+    begin = time.time()
+    result = f(*args)
+    steps = [round(s, 1) for s in getattr(result, "seconds", [])]
+    print(f"{what}: {time.time() - begin:.1f} s {steps or ''}", file=sys.stderr, flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
