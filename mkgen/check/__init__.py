@@ -1,13 +1,16 @@
-"""The checker: an abstract run of a plan's region tree, independent of the planner. It returns findings and never raises.
+"""The checker: an abstract run of a plan's region tree, independent of the planner. Gives findings, never raises.
 
-`tape` and `memory` hold counts and sizes against each other; `run` walks a short schedule (`shorten`) with the numbers of a few
-scenarios (`scenario`), on stand-ins for the kernel's refs (`refs`, `names`, `model`), and asks `flight` whether each copy and
-each step may happen now, `exchange` whether the exchanges are in order, and `values` whether what is read was made.
+`tape` and `memory` hold counts and sizes against each other; `run` walks a short schedule (`shorten`) with the
+numbers of a few scenarios (`scenario`), on stand-ins for the kernel's refs (`refs`, `names`, `model`), and asks
+`flight` whether each copy and each step may happen now, `exchange` whether the exchanges are in order, and `values`
+whether what is read was made.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from mkgen.check.exchange import check_places
 from mkgen.check.findings import Finding, Report, Stop
 from mkgen.check.memory import check_memory
 from mkgen.check.model import Model, Text
@@ -28,6 +31,7 @@ def check_plan(plan: Plan, rows: Iterable[int] | int | None = None) -> list[Find
     guarded(report, "tape", lambda: check_tape(plan, report))
     for n in variants:
         guarded(report, f"memory, {n} rows", lambda n=n: check_memory(plan, n, report))
+        guarded(report, f"exchanges, {n} rows", lambda n=n: check_places(plan, n, report))
     guarded(report, "run", lambda: check_runs(plan, variants, report))
     return report.findings
 
@@ -40,13 +44,18 @@ def check_runs(plan: Plan, variants: tuple[int, ...], report: Report) -> None:
         model = Model(plan, n, text, short)
         ledger = ledger or Ledger(plan, model.moved)
         for scenario in scenarios(plan, n):
-            trace = guarded(report, str(scenario), lambda s=scenario: AbstractRun(model, s, ledger, report).run())
+            trace = guarded(report, str(scenario), AbstractRun(model, scenario, ledger, report).run)
             traces.setdefault(tuple(trace or ()), str(scenario))
     if ledger:
         ledger.finish(report)
     if len(traces) > 1 and not report.seen:
         names = list(traces.values())
-        report.add("exchange", "all regions", f"'{names[0]}' and '{names[1]}' differ", "every rank makes the same sequence of exchanges")
+        report.add(
+            "exchange",
+            "all regions",
+            f"'{names[0]}' and '{names[1]}' differ",
+            "every rank makes the same sequence of exchanges",
+        )
 
 
 def guarded(report: Report, where: str, work: Callable):
@@ -58,7 +67,12 @@ def guarded(report: Report, where: str, work: Callable):
     except Exception as e:
         if len(report.seen) < 2:
             try:
-                report.add("checker", where, f"{type(e).__name__}: {e}", "the check could not be finished: the plan is not what it expects")
+                report.add(
+                    "checker",
+                    where,
+                    f"{type(e).__name__}: {e}",
+                    "the check could not be finished: the plan is not what it expects",
+                )
             except Stop:
                 pass
         return None

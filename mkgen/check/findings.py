@@ -1,14 +1,16 @@
 """What the checker says: findings, and the report that collects them."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST = 40                                # findings of one plan: one mistake shows in many places
+MOST = 40  # findings of one plan: one mistake shows in many places
 
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong with a plan. `rule` names the check, `where` a region and its op or transfer."""
+
     rule: str
     where: str
     what: str

@@ -1,14 +1,18 @@
 """What the chip holds: VMEM map, SMEM tables, semaphores."""
+
 from __future__ import annotations
 
 from mkgen.check.findings import Report
 from mkgen.plan.plan import Plan
+from mkgen.plan.regions import Collective, Start, Step, Wait, walk
 
-SMEM_ALIGN = 512                         # assumed: a 1-D table in SMEM is padded to this
-MOST_SEMAPHORES = 256                    # assumed, no limit is published; the plans of both models take below 100
+SMEM_ALIGN = 512  # assumed: a 1-D table in SMEM is padded to this
+OPERANDS = ("tokens", "positions", "chunks", "facts", "tape", "experts", "embedding")
+MOST_SEMAPHORES = 256  # assumed, no limit is published; the plans of both models take below 100
 
 
 def check_memory(plan: Plan, rows: int, report: Report) -> None:
+    check_names(plan, report)
     check_vmem(plan, rows, report)
     check_smem(plan, rows, report)
     count = 0
@@ -19,11 +23,33 @@ def check_memory(plan: Plan, rows: int, report: Report) -> None:
                 n *= d
             count += n
     if count > MOST_SEMAPHORES:
-        report.add("memory", f"semaphores, {rows} rows", f"{count} DMA semaphores", f"at most {MOST_SEMAPHORES} (assumed)")
+        report.add(
+            "memory", f"semaphores, {rows} rows", f"{count} DMA semaphores", f"at most {MOST_SEMAPHORES} (assumed)"
+        )
+
+
+def check_names(plan: Plan, report: Report) -> None:
+    """Everything that a step, a copy or an exchange touches is declared."""
+    known = {*plan.buffers, *OPERANDS}
+    for region in plan.regions.values():
+        for n in walk(region.body):
+            if isinstance(n, Step):
+                names, where = {*n.reads, *n.writes}, n.op
+            elif isinstance(n, Collective) and n.kind == "reduce":
+                names, where = {n.args[0][2:]}, n.kind
+            elif isinstance(n, (Start, Wait)):
+                names, where = (set() if n.transfer in plan.transfers else {n.transfer}), n.transfer
+            else:
+                continue
+            for name in names - known:
+                report.add("memory", f"{region.name}/{where}", f"names {name}", "it is not declared")
+    for t in plan.transfers.values():
+        for name in {*t.reads, *t.writes} - known:
+            report.add("memory", t.name, f"names {name}", "it is not declared")
 
 
 def offsets(plan: Plan, rows: int, sizes: dict[str, int]) -> dict[str, int]:
-    """The plan's own addresses (`vmem_offsets`: a dict, or a function of rows) where it has any, else one behind another."""
+    """The plan's own addresses (`vmem_offsets`: a dict or a function of rows), or else one behind another."""
     own = getattr(plan, "vmem_offsets", None)
     if own is not None:
         return own(rows) if callable(own) else own
@@ -41,33 +67,81 @@ def check_vmem(plan: Plan, rows: int, report: Report) -> None:
     total = sum(sizes.values())
     if total > budget:
         name = max(sizes, key=sizes.get)
-        report.add("memory", f"VMEM, {rows} rows", f"{total:,} bytes, the largest buffer is {name} with {sizes[name]:,}", f"the budget is {budget:,} bytes")
+        report.add(
+            "memory",
+            f"VMEM, {rows} rows",
+            f"{total:,} bytes, the largest buffer is {name} with {sizes[name]:,}",
+            f"the budget is {budget:,} bytes",
+        )
     for key, b in plan.buffers.items():
-        if b.name != key or b.space not in ("vmem", "out", "smem", "hbm", "dma_sem", "barrier") or any(d < 1 for d in b.dims(rows)):
-            report.add("memory", key, f"{b.name} {b.shape} in {b.space}", "a buffer has its own name, a known space and no empty dimension")
+        if (
+            b.name != key
+            or b.space not in ("vmem", "out", "smem", "hbm", "dma_sem", "barrier")
+            or any(d < 1 for d in b.dims(rows))
+        ):
+            report.add(
+                "memory",
+                key,
+                f"{b.name} {b.shape} in {b.space}",
+                "a buffer has its own name, a known space and no empty dimension",
+            )
     placed = sorted((at, at + sizes.get(name, 0), name) for name, at in offsets(plan, rows, sizes).items())
     for (_, end, left), (at, _, right) in zip(placed, placed[1:]):
         if at < end:
-            report.add("memory", f"VMEM, {rows} rows", f"{right} at {at:,} begins before {left} ends at {end:,}", "two buffers share bytes")
+            report.add(
+                "memory",
+                f"VMEM, {rows} rows",
+                f"{right} at {at:,} begins before {left} ends at {end:,}",
+                "two buffers share bytes",
+            )
     missing = sizes.keys() - {name for _, _, name in placed}
     if missing:
         report.add("memory", f"VMEM, {rows} rows", f"{', '.join(sorted(missing))}", "has no address")
     if placed and placed[-1][1] > plan.target.vmem_bytes:
-        report.add("memory", f"VMEM, {rows} rows", f"{placed[-1][2]} ends at {placed[-1][1]:,}", f"the chip has {plan.target.vmem_bytes:,} bytes")
+        report.add(
+            "memory",
+            f"VMEM, {rows} rows",
+            f"{placed[-1][2]} ends at {placed[-1][1]:,}",
+            f"the chip has {plan.target.vmem_bytes:,} bytes",
+        )
 
 
 def check_smem(plan: Plan, rows: int, report: Report) -> None:
     """Tables are flat and fit together."""
-    words = {"tokens": rows, "positions": rows, "chunks": 2 * plan.chunks, "facts": len(plan.graph.layers) * len(plan.fact_names)}
+    words = {
+        "tokens": rows,
+        "positions": rows,
+        "chunks": 2 * plan.chunks,
+        "facts": len(plan.graph.layers) * len(plan.fact_names),
+    }
     for b in plan.buffers.values():
         if b.space == "smem":
             if len(b.shape) != 1 or b.dtype != "i32":
-                report.add("memory", f"SMEM, {b.name}", f"{b.dtype} {b.shape}", "a table in SMEM has one dimension of 32-bit words: more are padded to tiles")
+                report.add(
+                    "memory",
+                    f"SMEM, {b.name}",
+                    f"{b.dtype} {b.shape}",
+                    "a table in SMEM has one dimension of 32-bit words: more are padded to tiles",
+                )
             n = 1
             for d in b.dims(rows):
                 n *= d
             words[b.name] = n
+    tile, batch = plan.spec.build.kv_tile, max(1, plan.spec.build.kv_slots // 2)
+    items = rows * -(-plan.spec.build.context // tile) + batch - 1
+    if words.get("kv_items", items) < items:
+        report.add(
+            "memory",
+            f"SMEM, kv_items, {rows} rows",
+            f"{words['kv_items']} entries",
+            f"full contexts list {items}, the filling of a batch with them",
+        )
     total = sum(-(-4 * n // SMEM_ALIGN) * SMEM_ALIGN for n in words.values())
     if total > plan.target.smem_bytes:
         name = max(words, key=words.get)
-        report.add("memory", f"SMEM, {rows} rows", f"{total:,} bytes, most of it {name}", f"the chip has {plan.target.smem_bytes:,} bytes")
+        report.add(
+            "memory",
+            f"SMEM, {rows} rows",
+            f"{total:,} bytes, most of it {name}",
+            f"the chip has {plan.target.smem_bytes:,} bytes",
+        )

@@ -1,4 +1,5 @@
-"""The plan made executable on plain ints: refs of one rows variant, source text compiled once, transfers as functions."""
+"""The plan made executable on plain ints: refs of one rows variant, compiled source text, transfers as functions."""
+
 from __future__ import annotations
 
 from types import CodeType, SimpleNamespace
@@ -7,7 +8,7 @@ from mkgen.check.names import constants, namespace
 from mkgen.check.refs import BadExpression, Ref, Table, View, as_view
 from mkgen.check.scenario import Scenario, expert_ids, kv_items
 from mkgen.check.shorten import Short, shorten
-from mkgen.check.steps import tape_reads
+from mkgen.check.steps import home_text, origin_text, tape_reads
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Node, Step, Transfer
 from mkgen.plan.tape import LANES
@@ -51,8 +52,11 @@ class Text:
             raise BadExpression(f"{name}{args[1:]}: {type(e).__name__}: {e}") from None
 
     def define(self, t: Transfer):
-        lines = [f"def copy({', '.join(t.params)}):", *(f"    {s}" for s in t.setup),
-                 f"    return ({t.source}), ({t.target}), ({t.semaphore})"]
+        lines = [
+            f"def copy({', '.join(t.params)}):",
+            *(f"    {s}" for s in t.setup),
+            f"    return ({t.source}), ({t.target}), ({t.semaphore})",
+        ]
         made: dict = {}
         exec(compile("\n".join(lines), f"<{t.name}>", "exec"), self.names, made)
         return made["copy"]
@@ -65,7 +69,7 @@ class Text:
 
 
 class Model:
-    """One rows variant of a plan: its refs, and which of them copies fill and empty."""
+    """One rows variant of a plan: its refs, and what copies bring into them and take out."""
 
     def __init__(self, plan: Plan, rows: int, text: Text, short: Short | None = None):
         self.plan, self.rows, self.text = plan, rows, text
@@ -79,13 +83,16 @@ class Model:
         refs += [Ref(b.name, b.dims(rows), b.dtype, b.space) for b in plan.buffers.values()]
         self.refs = {r.whole.buffer: r for r in refs}
         self.shapes = {b.name: b.shape for b in plan.buffers.values()}
-        self.fills: dict[str, list[Transfer]] = {}
-        for t in plan.transfers.values():
-            for name in t.writes:
-                self.fills.setdefault(name, []).append(t)
         spaces = {b.name: b.space for b in plan.buffers.values()}
-        self.keep = {n for t in plan.transfers.values() for n in t.reads if spaces.get(n) == "vmem"}
-        self.moved = self.keep | {n for n in self.fills if spaces.get(n) == "vmem"}
+        self.origins: dict[str, list[str]] = {}  # VMEM buffer -> what copies bring into it
+        self.homes: dict[str, list[str]] = {}  # VMEM buffer -> where copies take it to
+        for t in plan.transfers.values():
+            for source, target in zip(t.reads, t.writes):
+                if spaces.get(target) == "vmem":
+                    self.origins.setdefault(target, []).append(origin_text(target, source, self.shapes.get(source, ())))
+                if spaces.get(source) == "vmem":
+                    self.homes.setdefault(source, []).append(home_text(source, target, self.shapes.get(target, ())))
+        self.moved = self.origins.keys() | self.homes.keys()
         self.touched: dict[int, tuple[Node, tuple, tuple]] = {}
 
     def memory(self, scenario: Scenario) -> SimpleNamespace:
@@ -114,5 +121,9 @@ class Model:
     def moving(self, step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of what a step reads and writes, the buffers that copies move."""
         if id(step) not in self.touched:
-            self.touched[id(step)] = (step, tuple(n for n in step.reads if n in self.moved), tuple(n for n in step.writes if n in self.moved))
+            self.touched[id(step)] = (
+                step,
+                tuple(n for n in step.reads if n in self.moved),
+                tuple(n for n in step.writes if n in self.moved),
+            )
         return self.touched[id(step)][1:]

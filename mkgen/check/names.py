@@ -1,7 +1,8 @@
-"""What the plan's source text has in scope, on plain ints: constants and helpers of the generated kernel, and a little jax.
+"""What the plan's source text has in scope, on plain ints: the generated kernel's constants and helpers, a little jax.
 
 The helpers repeat the library templates' (attention, basics) on purpose: the checker is a second reading of the kernel.
 """
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -29,10 +30,18 @@ def multiple_of(x: int, n: int) -> int:
 def constants(plan: Plan) -> dict[str, int]:
     """Module-level constants of the generated kernel that control text may name."""
     build, model = plan.spec.build, plan.spec.model
-    out = {"LANES": 128, "ROWS_PADDED": 8, "RING_DEPTH": plan.ring_depth, "FACTS": len(plan.fact_names),
-           "EMBED_WORDS": -(-model.hidden // 256), "VOCAB_RUN": -(-model.vocab // plan.mesh.ranks),
-           "KV_TILE": build.kv_tile, "KV_SLOTS": build.kv_slots, "KV_BATCH": max(1, build.kv_slots // 2),
-           "EXPERT_SLOTS": build.expert_slots}
+    out = {
+        "LANES": 128,
+        "ROWS_PADDED": 8,
+        "RING_DEPTH": plan.ring_depth,
+        "FACTS": len(plan.fact_names),
+        "EMBED_WORDS": -(-model.hidden // 256),
+        "VOCAB_RUN": -(-model.vocab // plan.mesh.ranks),
+        "KV_TILE": build.kv_tile,
+        "KV_SLOTS": build.kv_slots,
+        "KV_BATCH": max(1, build.kv_slots // 2),
+        "EXPERT_SLOTS": build.expert_slots,
+    }
     if plan.experts:
         out["LOCAL_EXPERTS"] = plan.experts.local_experts
     return out | {name.upper(): i for i, name in enumerate(plan.fact_names)}
@@ -59,10 +68,24 @@ def namespace(plan: Plan, here: SimpleNamespace) -> dict:
 
     return known | {
         "lax": SimpleNamespace(div=div, rem=rem, axis_index=lambda _: here.rank, min=min, max=max),
-        "jnp": SimpleNamespace(minimum=min, maximum=max, where=lambda c, a, b: a if c else b, clip=lambda x, a, b: min(max(x, a), b),
-                               logical_not=lambda x: not x, logical_and=lambda a, b: a and b, logical_or=lambda a, b: a or b),
+        "jnp": SimpleNamespace(
+            minimum=min,
+            maximum=max,
+            where=lambda c, a, b: a if c else b,
+            clip=lambda x, a, b: min(max(x, a), b),
+            logical_not=lambda x: not x,
+            logical_and=lambda a, b: a and b,
+            logical_or=lambda a, b: a or b,
+        ),
         "pl": SimpleNamespace(ds=Run, multiple_of=multiple_of),
-        "kv_item": kv_item, "kv_last": kv_last, "vocab_index": vocab_index, "embed_here": embed_here,
-        "kv_newest": lambda m, i: 0 <= kv_last(m, i) < tile, "slice": slice, "min": min, "max": max, "range": range,
+        "kv_item": kv_item,
+        "kv_last": kv_last,
+        "vocab_index": vocab_index,
+        "embed_here": embed_here,
+        "kv_newest": lambda m, i: 0 <= kv_last(m, i) < tile,
+        "slice": slice,
+        "min": min,
+        "max": max,
+        "range": range,
         "__builtins__": {},
     }

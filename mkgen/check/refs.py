@@ -1,9 +1,10 @@
-"""Stand-ins for the kernel's refs: `m.ring.at[slot, pl.ds(0, rows)]` gives the buffer and the box that the copy would move."""
+"""Stand-ins for the kernel's refs: `m.ring.at[slot, pl.ds(0, rows)]` gives the buffer and the box that a copy moves."""
+
 from __future__ import annotations
 
 from typing import NamedTuple
 
-Box = tuple[tuple[int, int], ...]        # [first, last) in each dimension
+Box = tuple[tuple[int, int], ...]  # [first, last) in each dimension
 
 ITEM = {"f32": 4, "u32": 4, "i32": 4, "bf16": 2, "dma": 0, "barrier": 0}
 
@@ -14,6 +15,7 @@ class BadExpression(Exception):
 
 class Run:
     """`pl.ds(start, size)`. No tuple: an index may be a tuple of these."""
+
     __slots__ = ("start", "size")
 
     def __init__(self, start: int, size: int):
@@ -22,6 +24,7 @@ class Run:
 
 class View(NamedTuple):
     """A box of a buffer. shape: without the dimensions that were indexed by a number."""
+
     buffer: str
     box: Box
     shape: tuple[int, ...]
@@ -84,7 +87,7 @@ class Ref:
             if not 0 <= first < last <= size:
                 raise BadExpression(f"[{first}, {last}) lies outside a dimension of {size} of {whole.buffer}")
             box.append((first, last))
-        rest = self.dims[len(index):]
+        rest = self.dims[len(index) :]
         return View(whole.buffer, (*box, *((0, d) for d in rest)), (*shape, *rest), whole.dtype, whole.space)
 
 

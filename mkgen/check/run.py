@@ -1,4 +1,5 @@
-"""One abstract run: the region tree is walked with real numbers, and every start, wait and step is held against the rules."""
+"""One abstract run: the region tree is walked with real numbers, each node is held against the rules."""
+
 from __future__ import annotations
 
 from mkgen.check.exchange import Exchanges
@@ -20,15 +21,23 @@ class AbstractRun:
         self.model, self.scenario, self.report = model, scenario, report
         self.text, self.plan = model.text, model.plan
         self.m = model.memory(scenario)
-        self.flight = Flight(report, model.keep)
+        self.flight = Flight(report)
         self.exchanges = Exchanges(model.plan, model.rows, report)
         self.values = Values(ledger, report)
         self.g = self.base = self.turn = self.routed = 0
         self.ids: list[int] = []
         self.region: Region | None = None
-        self.read: set[int] = set()      # entries of the current chunk that have been read
-        self.walkers = {Step: self.step, Start: self.start, Wait: self.wait, Advance: self.advance, Collective: self.collective,
-                        Loop: self.loop, Branch: self.branch, Seq: lambda n, scope: self.nodes(n.nodes, scope)}
+        self.read: set[int] = set()  # entries of the current chunk that have been read
+        self.walkers = {
+            Step: self.step,
+            Start: self.start,
+            Wait: self.wait,
+            Advance: self.advance,
+            Collective: self.collective,
+            Loop: self.loop,
+            Branch: self.branch,
+            Seq: lambda n, scope: self.nodes(n.nodes, scope),
+        }
 
     def run(self) -> list[tuple]:
         """Prologue (the ring is filled), all regions, the end. Returns the sequence of exchanges."""
@@ -41,13 +50,18 @@ class AbstractRun:
             scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
             self.nodes(region.body.nodes, scope)
         if 2 * self.g != len(self.model.short.chunks):
-            self.report.add("tape", "end", f"{self.g} chunks are consumed of {len(self.model.short.chunks) // 2}", "the tape is read to its end")
+            self.report.add(
+                "tape",
+                "end",
+                f"{self.g} chunks are consumed of {len(self.model.short.chunks) // 2}",
+                "the tape is read to its end",
+            )
         self.flight.finish()
         self.exchanges.finish()
         self.values.finish()
         return self.exchanges.trace
 
-    # -- the walk -------------------------------------------------------------------------------------------------------
+    # -- the walk -----------------------------------------------------------------------------------------------------
 
     def nodes(self, nodes: tuple[Node, ...], scope: dict) -> None:
         for n in nodes:
@@ -58,7 +72,9 @@ class AbstractRun:
         return f"{self.region.name}/{name}"
 
     def bad(self, where: str, error: BadExpression) -> None:
-        self.report.add("expression", where, f"{error}, in a run with {self.scenario}", "the plan's text must name what exists")
+        self.report.add(
+            "expression", where, f"{error}, in a run with {self.scenario}", "the plan's text must name what exists"
+        )
 
     def loop(self, n: Loop, scope: dict) -> None:
         try:
@@ -86,7 +102,7 @@ class AbstractRun:
         if n.kind == "reduce" and n.part == "start":
             self.values.reduce(n.args[0][2:], where)
 
-    # -- copies ---------------------------------------------------------------------------------------------------------
+    # -- copies -------------------------------------------------------------------------------------------------------
 
     def start(self, n: Start, scope: dict) -> None:
         self.issue(n, scope, True)
@@ -112,11 +128,21 @@ class AbstractRun:
         if not starts:
             return self.flight.wait(name, source, target, semaphore, where)
         t = self.plan.transfers[name]
-        if source.buffer not in t.reads or target.buffer not in t.writes or semaphore.space != "dma_sem" or semaphore.shape:
-            self.report.add("pairing", where, f"{source} -> {target} on {semaphore}", f"declared are {t.reads} -> {t.writes}, and one semaphore")
+        if (
+            source.buffer not in t.reads
+            or target.buffer not in t.writes
+            or semaphore.space != "dma_sem"
+            or semaphore.shape
+        ):
+            self.report.add(
+                "pairing",
+                where,
+                f"{source} -> {target} on {semaphore}",
+                f"declared are {t.reads} -> {t.writes}, and one semaphore",
+            )
         self.flight.start(name, source, target, semaphore, t.bytes, where)
 
-    # -- work -----------------------------------------------------------------------------------------------------------
+    # -- work ---------------------------------------------------------------------------------------------------------
 
     def step(self, n: Step, scope: dict) -> None:
         where, key = self.where(n.op), (n.template, n.macro)
@@ -149,17 +175,20 @@ class AbstractRun:
             yield inner
 
     def touch(self, where: str, reads: tuple, writes: tuple, scope: dict, data: bool) -> None:
-        model = self.model
+        model, value = self.model, self.text.value
         for name in reads:
             box = box_of(model.refs[name], name, model.shapes[name], scope)
             self.flight.read(name, box, where)
-            fills = [t for t in model.fills.get(name, ()) if all(p in scope for p in t.params)] if data else ()
-            if fills:
-                sources = [self.text.copy(t.name, tuple(scope[p] for p in t.params))[0] for t in fills]
-                if not any(self.flight.holds(name, box, source) for source in sources):
-                    self.report.add("data", where, f"reads {name}{list(box)} for {sources[0]}", "no finished copy of it lies there")
+            if data and name in model.origins:
+                origins = [value(text, scope) for text in model.origins[name]]
+                if not any(self.flight.holds(name, box, origin) for origin in origins):
+                    self.report.add(
+                        "data", where, f"reads {name}{list(box)} for {origins[0]}", "no finished copy of it lies there"
+                    )
         for name in writes:
-            self.flight.write(name, box_of(model.refs[name], name, model.shapes[name], scope), self.turn, where)
+            box = box_of(model.refs[name], name, model.shapes[name], scope)
+            homes = [value(text, scope) for text in model.homes.get(name, ())]
+            self.flight.write(name, box, homes, self.turn, where)
 
     def fill_tables(self, n: Step, scope: dict) -> None:
         """What routing and the list of experts leave in SMEM."""
@@ -174,10 +203,10 @@ class AbstractRun:
                 if i < len(self.ids):
                     self.m.expert_ids.put(i, self.ids[i])
 
-    # -- the tape -------------------------------------------------------------------------------------------------------
+    # -- the tape -----------------------------------------------------------------------------------------------------
 
     def chunk(self):
-        """The entries that should lie in the current slot; none past the region's chunks (that is a finding of its own)."""
+        """The entries that should lie in the current slot; none past the region's chunks (a finding of its own)."""
         at = self.g - self.base
         return self.region.chunks[at].entries if at < len(self.region.chunks) else None
 
@@ -193,14 +222,25 @@ class AbstractRun:
                     self.read.add(k)
                     break
             else:
-                piece = f"rows {row} to {row + rows} of chunk {self.g - self.base}" + (f" as block {block} of {name}" if name else "")
-                self.report.add("tape", where, f"reads {piece}; there are {[(e.name, e.row, e.rows, e.block) for e in entries]}",
-                                "a step reads whole entries")
+                piece = f"rows {row} to {row + rows} of chunk {self.g - self.base}" + (
+                    f" as block {block} of {name}" if name else ""
+                )
+                self.report.add(
+                    "tape",
+                    where,
+                    f"reads {piece}; there are {[(e.name, e.row, e.rows, e.block) for e in entries]}",
+                    "a step reads whole entries",
+                )
 
     def advance(self, n: Advance, scope: dict) -> None:
         entries = self.chunk()
         unread = [e.name for k, e in enumerate(entries or ()) if k not in self.read]
         if unread:
-            self.report.add("tape", self.where("advance"), f"{', '.join(unread)} in chunk {self.g - self.base}", "no step reads it before its slot is given up")
+            self.report.add(
+                "tape",
+                self.where("advance"),
+                f"{', '.join(unread)} in chunk {self.g - self.base}",
+                "no step reads it before its slot is given up",
+            )
         self.read = set()
         self.g += 1

@@ -1,4 +1,5 @@
 """The numbers that an abstract run is made with: who runs, which rows are active where, which experts are wanted."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from mkgen.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Scenario:
-    """positions, tokens: one a row, position -1: inactive. experts: how many the rank has to run, layer after layer, repeated."""
+    """positions, tokens: one a row, position -1: inactive. experts: how many the rank runs, a layer each, repeated."""
+
     name: str
     rank: int
     rows: int
@@ -21,7 +23,7 @@ class Scenario:
 
 
 def scenarios(plan: Plan, rows: int) -> list[Scenario]:
-    """Few, but with every edge: position 0, both sides of a tile's edge, the end of the context, idle rows, no and many experts."""
+    """Few, but with every edge: position 0, a tile's edge, the context's end, idle rows, no and many experts."""
     build = plan.spec.build
     tile, last, slots = build.kv_tile, build.context - 1, build.expert_slots
     edges = [0, last, tile - 1, tile, 1, tile + 1, 2 * tile - 1, last - tile]
@@ -33,10 +35,17 @@ def scenarios(plan: Plan, rows: int) -> list[Scenario]:
 
     some = tuple(min(n, most) for n in (slots + 1, 1, 0, slots, 2 * slots + 1))
     none = tuple([-1] * rows)
-    plans = [("rows at edges", spread(edges, None), some), ("one row idle", spread(near, 0 if rows > 1 else None), (0,)),
-             ("all rows idle", none, (0,)), ("last row idle, many experts", spread(edges[1:], rows - 1 if rows > 1 else None), (most,))]
-    return [Scenario(name, rank, rows, positions, tokens(plan, rank, rows), experts)
-            for rank in sorted({0, plan.mesh.ranks - 1}) for name, positions, experts in plans]
+    plans = [
+        ("rows at edges", spread(edges, None), some),
+        ("one row idle", spread(near, 0 if rows > 1 else None), (0,)),
+        ("all rows idle", none, (0,)),
+        ("last row idle, many experts", spread(edges[1:], rows - 1 if rows > 1 else None), (most,)),
+    ]
+    return [
+        Scenario(name, rank, rows, positions, tokens(plan, rank, rows), experts)
+        for rank in sorted({0, plan.mesh.ranks - 1})
+        for name, positions, experts in plans
+    ]
 
 
 def most_experts(plan: Plan, rows: int) -> int:
@@ -58,7 +67,7 @@ def tokens(plan: Plan, rank: int, rows: int) -> tuple[int, ...]:
 
 
 def kv_items(scenario: Scenario, tile: int, batch: int) -> tuple[list[int], int]:
-    """(items, count) as the kernel lists them: row << 16 | tile of every tile of an active row, then the filling of a batch."""
+    """(items, count) as the kernel lists them: row << 16 | tile of an active row's tiles, then a batch's filling."""
     items: list[int] = []
     count = 0
     for row, position in enumerate(scenario.positions):

@@ -1,4 +1,5 @@
 """A short schedule with every layer kind of the real one, and every kind behind every kind that it ever follows."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from mkgen.plan.regions import Branch, Loop, Start, Step, Wait, walk
 @dataclass(frozen=True)
 class Short:
     """regions: (layer, index, region) in order; the ends have neither. chunks, facts: the tables of this schedule."""
+
     regions: tuple[tuple[int | None, int | None, Region], ...]
     chunks: list[int]
     facts: list[int]
@@ -35,7 +37,7 @@ def control_texts(plan: Plan) -> str:
 
 
 def short_layers(kinds: list) -> list[int]:
-    """Layer numbers: a walk through `kinds` that takes every step from one kind to another that the whole list takes."""
+    """Layer numbers: a walk that takes every step from one kind to another that the whole list takes."""
     if not kinds:
         return []
     first: dict = {}
@@ -66,14 +68,14 @@ def short_layers(kinds: list) -> list[int]:
         if (a, b) not in seen:
             before = len(out)
             go(a, b)
-            seen.update(zip((kinds[n] for n in out[before - 1:]), (kinds[n] for n in out[before:])))
+            seen.update(zip((kinds[n] for n in out[before - 1 :]), (kinds[n] for n in out[before:])))
     if kinds[out[-1]] != kinds[-1]:
         go(kinds[-2], kinds[-1])
     return out
 
 
 def shorten(plan: Plan) -> Short:
-    """The short schedule as a schedule of its own: layers are numbered anew, indices end at each kind's real last one."""
+    """The short schedule as a schedule of its own: layers are numbered anew, a kind's indices end at its real last."""
     names, texts = plan.fact_names, control_texts(plan)
     columns = plan.fact_table().reshape(-1, len(names)).tolist()
     used = [i for i, name in enumerate(names[4:], 4) if name.upper() in texts]

@@ -1,7 +1,9 @@
-"""What a step touches that its `reads` and `writes` do not say: the slot, the row, the batch, and the tables that it fills.
+"""What a step touches that its `reads` and `writes` do not say: the slot, the row, the batch, the tables that it fills.
 
-Slots are stated here once more, independent of the copies that fill them: the library templates index the buffers so.
+Slots and addresses are stated here once more, independent of the plan's transfers: the library templates index slots
+so, and the tables mean these rows of HBM. A transfer that is wrong in its start and in its wait alike is found by that.
 """
+
 from __future__ import annotations
 
 import re
@@ -16,38 +18,64 @@ TAPE_TEXT = re.compile(r"\b(tape_rows|panels|columns)\(m, g, (\d+), (\d+)(?:, (\
 
 @dataclass(frozen=True)
 class Touch:
-    """The scopes that a step works in: for each `var` in `over`, with `bind` on top. data: where what it reads must be valid."""
+    """The scopes that a step works in: for each `var` in `over`, and `bind` on top. data: where it needs valid data."""
+
     var: str | None = None
     over: str = ""
     bind: tuple[tuple[str, str], ...] = ()
     data: str | None = None
 
 
-TOUCHES = {                              # (template, macro): all others work in the scope that they stand in
+TOUCHES = {  # (template, macro): all others work in the scope that they stand in
     ("attention", "append"): Touch(bind=(("row", "kv_item(m, i)[0]"),)),
     ("attention", "attend"): Touch("i", "range(batch * KV_BATCH, (batch + 1) * KV_BATCH)", data="i < m.kv_count[0]"),
     ("ends", "embed"): Touch("row", "range(m.rows)", data="embed_here(m, row)"),
 }
-BINDS = {("attention", "item"): ("i", "batch * KV_BATCH + j")}       # names that a step leaves to the nodes behind it
-SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))       # buffer or suffix: slot = this name mod the slots
-SCRATCH = {("experts", "expert"): ("expert_gate_up", "expert_h")}    # what a step makes for itself
+BINDS = {("attention", "item"): ("i", "batch * KV_BATCH + j")}  # names that a step leaves to the nodes behind it
+SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))  # buffer or suffix: slot = this name mod the slots
+SCRATCH = {("experts", "expert"): ("expert_gate_up", "expert_h")}  # what a step makes for itself
 PLAIN = Touch()
 
 
 def box_of(ref: Ref, name: str, symbolic: tuple, scope: dict) -> Box:
     """The part of a buffer that a step touches in `scope`. symbolic: the buffer's shape with 'rows' in it."""
     box = ref.whole.box
+    if "row" in scope and "rows" in symbolic:
+        at = symbolic.index("rows")
+        return (*box[:at], (scope["row"], scope["row"] + 1), *box[at + 1 :])
     for known, var in SLOTS:
         if (name == known or known[0] == "_" and name.endswith(known)) and var in scope:
             slot = scope[var] % ref.dims[0]
             return ((slot, slot + 1), *box[1:])
-    if "row" in scope and symbolic and symbolic[0] == "rows":
-        return ((scope["row"], scope["row"] + 1), *box[1:])
     return box
 
 
+def origin_text(buffer: str, source: str, shape: tuple) -> str:
+    """The part of `source` (a state's shape: `shape`) that a step finds in `buffer`, as text over the step's scope."""
+    if source == "tape":
+        return "m.tape.at[pl.ds(m.chunks[2 * g], m.chunks[2 * g + 1])]"
+    if source == "experts":
+        return "m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]]"
+    if source == "embedding":
+        return "m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]"
+    if buffer.endswith("_tiles"):
+        return f"m.{source}.at[index, kv_item(m, i)[0], :, pl.ds(kv_item(m, i)[1] * (KV_TILE // 2), KV_TILE // 2)]"
+    return state_text(source, shape)
+
+
+def home_text(buffer: str, target: str, shape: tuple) -> str:
+    """The part of the state `target` that what a step makes in `buffer` is written back to."""
+    if buffer.endswith("_word"):
+        return f"m.{target}.at[index, row, :, pl.ds(m.positions[row] >> 1, 1)]"
+    return state_text(target, shape)
+
+
+def state_text(name: str, shape: tuple) -> str:
+    return f"m.{name}.at[index, row]" if "rows" in shape else f"m.{name}.at[index]"
+
+
 def tape_reads(step: Step) -> list[tuple[str | None, int, int, int | None]]:
-    """(name, row, rows, block) of each piece of the chunk that a step reads; name None: any; block counts from the loop's first."""
+    """(name, row, rows, block) of each piece of the chunk that a step reads. No name: any; block: the loop's first."""
     out: list[tuple[str | None, int, int, int | None]] = []
     for text in (a for a in step.args.values() if isinstance(a, str)):
         for kind, at, a, b in TAPE_TEXT.findall(text):

@@ -1,11 +1,12 @@
 """The tape against the region tree: counts, sizes, and what lies in each chunk. No run is needed."""
+
 from __future__ import annotations
 
 from mkgen.check.findings import Report
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq
 
-ALIGN = 8                                # u32 rows of a tile: copies start and end at one
+ALIGN = 8  # u32 rows of a tile: copies start and end at one
 
 
 def check_tape(plan: Plan, report: Report) -> None:
@@ -14,6 +15,7 @@ def check_tape(plan: Plan, report: Report) -> None:
         if count != len(region.chunks):
             report.add("tape", region.name, f"advances {count} chunks", f"it has {len(region.chunks)} on the tape")
         check_chunks(plan, region, report)
+        check_weights(plan, region, report)
         check_loops(region.body, region.name, report, False)
     check_table(plan, report)
 
@@ -32,7 +34,12 @@ def advances(n: Node, where: str, report: Report) -> int:
     if isinstance(n, Loop):
         inside = sum(advances(x, where, report) for x in n.body)
         if inside and not n.trips.isdigit():
-            report.add("tape", f"{where}/{n.name}", f"{n.trips} trips that advance {inside}", "a loop that advances has a literal trip count")
+            report.add(
+                "tape",
+                f"{where}/{n.name}",
+                f"{n.trips} trips that advance {inside}",
+                "a loop that advances has a literal trip count",
+            )
             return 0
         return inside * int(n.trips) if inside else 0
     return 0
@@ -53,7 +60,12 @@ def check_loops(n: Node, where: str, report: Report, varies: bool) -> None:
         for x in n.body:
             check_loops(x, where, report, varies or own)
     elif isinstance(n, Collective) and varies:
-        report.add("exchange", f"{where}/{n.kind} {n.part}", "stands where ranks may differ", "every rank makes the same sequence of exchanges")
+        report.add(
+            "exchange",
+            f"{where}/{n.kind} {n.part}",
+            "stands where ranks may differ",
+            "every rank makes the same sequence of exchanges",
+        )
 
 
 def check_chunks(plan: Plan, region: Region, report: Report) -> None:
@@ -68,14 +80,32 @@ def check_chunks(plan: Plan, region: Region, report: Report) -> None:
             if e.rows != rows:
                 report.add("tape", where, f"{e.name} has {e.rows} rows", f"it takes {rows}")
             if e.row != at or e.row % ALIGN:
-                report.add("tape", where, f"{e.name} lies at row {e.row}", f"the entry before ends at {at}; entries are packed and aligned to {ALIGN}")
+                report.add(
+                    "tape",
+                    where,
+                    f"{e.name} lies at row {e.row}",
+                    f"the entry before ends at {at}; entries are packed and aligned to {ALIGN}",
+                )
             at = e.row + e.rows
         if not 0 < at <= plan.slot_rows or at % ALIGN:
             report.add("tape", where, f"has {at} rows", f"a slot takes {plan.slot_rows}, in multiples of {ALIGN}")
     for name, found in blocks.items():
         want = list(range(plan.matrices[name].blocks)) if name in plan.matrices else [None]
         if found != want:
-            report.add("tape", region.name, f"{name} lies there as blocks {found[:8]}", f"{len(want)} blocks in order, once")
+            report.add(
+                "tape", region.name, f"{name} lies there as blocks {found[:8]}", f"{len(want)} blocks in order, once"
+            )
+
+
+def check_weights(plan: Plan, region: Region, report: Report) -> None:
+    """What lies on the tape for a region are weights of its own ops."""
+    own = {w.name for sub in plan.graph.sublayers() if sub.name == region.name for op in sub.ops for w in op.weights()}
+    for name in {e.name for c in region.chunks for e in c.entries}:
+        m, v = plan.matrices.get(name), plan.vectors.get(name)
+        weights = [p.weight for p in m.parts] if m else v.weights if v else ()
+        foreign = [w for w in weights if w not in own]
+        if foreign:
+            report.add("tape", region.name, f"{name} holds {', '.join(foreign)}", "no op of the sub-layer has it")
 
 
 def check_table(plan: Plan, report: Report) -> None:
@@ -83,8 +113,14 @@ def check_table(plan: Plan, report: Report) -> None:
     table = plan.chunk_table()
     first, rows = table[0::2].astype("int64"), table[1::2].astype("int64")
     if len(first) != plan.chunks or plan.chunks < plan.ring_depth:
-        report.add("tape", "chunk table", f"{len(first)} chunks", f"the sequence has {plan.chunks}, the ring {plan.ring_depth}")
-    elif plan.chunks and (first[0] != 0 or (first[1:] != (first + rows)[:-1]).any() or int(first[-1] + rows[-1]) != plan.tape_rows):
-        report.add("tape", "chunk table", "chunks do not follow one another", f"they cover {plan.tape_rows} rows exactly")
-    if plan.tape_rows >= 2 ** 31:
+        report.add(
+            "tape", "chunk table", f"{len(first)} chunks", f"the sequence has {plan.chunks}, the ring {plan.ring_depth}"
+        )
+    elif plan.chunks and (
+        first[0] != 0 or (first[1:] != (first + rows)[:-1]).any() or int(first[-1] + rows[-1]) != plan.tape_rows
+    ):
+        report.add(
+            "tape", "chunk table", "chunks do not follow one another", f"they cover {plan.tape_rows} rows exactly"
+        )
+    if plan.tape_rows >= 2**31:
         report.add("tape", "chunk table", f"{plan.tape_rows} rows", "row numbers are int32")

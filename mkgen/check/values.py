@@ -1,4 +1,5 @@
 """Values in VMEM: what a step reads was made in this run of its sub-layer, and what is made is read by some step."""
+
 from __future__ import annotations
 
 from mkgen.check.findings import Report
@@ -6,7 +7,7 @@ from mkgen.check.steps import SCRATCH
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Step
 
-PROLOGUE = {"position_column"}           # made before the first sub-layer
+PROLOGUE = {"position_column"}  # made before the first sub-layer
 
 
 class Ledger:
@@ -32,9 +33,9 @@ class Values:
 
     def __init__(self, ledger: Ledger, report: Report):
         self.ledger, self.report = ledger, report
-        self.made: dict[str, str] = {}   # buffer -> op that made it in this sub-layer
-        self.used: set[str] = set()      # and read since
-        self.written: set[str] = set()   # outputs of the kernel
+        self.made: dict[str, str] = {}  # buffer -> op that made it in this sub-layer
+        self.used: set[str] = set()  # and read since
+        self.written: set[str] = set()  # outputs of the kernel
         self.region = ""
 
     def enter(self, region: str) -> None:
@@ -65,7 +66,9 @@ class Values:
 
     def reduce(self, name: str, where: str) -> None:
         if name in self.ledger.watched and name not in self.made:
-            self.report.add("value", where, f"sums {name} over the ranks", "no step before it in the sub-layer has made it")
+            self.report.add(
+                "value", where, f"sums {name} over the ranks", "no step before it in the sub-layer has made it"
+            )
 
     def finish(self) -> None:
         for name in sorted(self.ledger.outputs - self.written):

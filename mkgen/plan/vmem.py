@@ -8,7 +8,7 @@ from math import prod
 
 from mkgen.plan.regions import Buffer
 
-LANES, SUBLANES, WORD = 128, 8, 4        # a tile is 8 rows of 128 elements, whatever their width; memory is 32-bit words
+LANES, SUBLANES, WORD = 128, 8, 4        # a tile is 8 rows of 128 elements of any width; memory is 32-bit words
 ITEM = {"f32": 4, "u32": 4, "i32": 4, "bf16": 2}
 
 
@@ -17,7 +17,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def padded_rows(rows: int, item: int) -> int:
-    """Rows of a matrix of `item`-byte elements: a multiple of 8; few rows take the next power of two that fills whole words."""
+    """Rows of a matrix of `item`-byte elements: a multiple of 8; up to 4 a power of two that fills whole words."""
     if rows > SUBLANES // 2:
         return -(-rows // SUBLANES) * SUBLANES
     tile = WORD // item
@@ -26,18 +26,10 @@ def padded_rows(rows: int, item: int) -> int:
     return tile
 
 
-def padded_line(n: int, item: int) -> int:
-    """Elements of a buffer with one dimension: the next power of two from a row of words on, in tiles of 1024."""
-    tile = LANES * WORD // item
-    while tile < min(n, SUBLANES * LANES):
-        tile *= 2
-    return -(-n // tile) * tile
-
-
 def vmem_bytes(b: Buffer, rows: int) -> int:
     """Bytes that `b` takes in the variant for `rows` rows."""
     dims, item = b.dims(rows), item_bytes(b.dtype)
     if len(dims) == 1:
-        return padded_line(dims[0], item) * item
+        return -(-dims[0] * item // (LANES * WORD)) * LANES * WORD
     *lead, sub, lane = dims
     return prod(lead) * padded_rows(sub, item) * (-(-lane // LANES) * LANES) * item

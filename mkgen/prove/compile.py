@@ -1,8 +1,7 @@
 """The full-size program through the real TPU compiler, ahead of time and without a TPU, one subprocess a row variant.
 
-`compile_spec(plan)` answers what only the compiler knows: seconds, VMEM by buffer against the plan, spills, code size, bytes
-in HBM. A variant passes if VMEM is as planned, spills stay within the spec's reserve, and nothing is copied that the plan
-does not know of.
+`compile_spec(plan)` answers what only the compiler knows: seconds, VMEM by buffer against the plan, spills, code size,
+bytes in HBM. A variant passes if VMEM is as planned, spills stay within the spec's reserve, and XLA copies no state.
 """
 from __future__ import annotations
 
@@ -17,38 +16,41 @@ from pathlib import Path
 
 from mkgen.emit.module import write_module
 from mkgen.plan.plan import Plan
-from mkgen.plan.vmem import vmem_bytes
-from mkgen.prove.vmem_report import BufferBytes, NoReport, compare, read_report, spilled
+from mkgen.prove.vmem_report import Allocation, BufferBytes, NoReport, compare, lifted, planned, read_report, spilled
 
 PACKAGE = "compiled_module"
 TIMEOUT_SECONDS = 1800
 TAIL_LINES, TAIL_COLUMNS = 24, 400
-KIB, MIB = 1024, 2**20
-SMALL_BYTES = 64 * KIB                   # HBM that no plan counts: tokens, positions and tables, padded
-# all that a dump writes but the report: with texts of every pass, a compile takes half as long again, and 300 MB
+KIB = 1024
+SMALL_BYTES = 64 * KIB                   # HBM that no plan counts: tokens and positions, padded
+COPY_BYTES = 4 * 2**20                   # HBM beside the kernel: outputs and tables, far less than any state
+MEASURED = ("compile_seconds", "lower_seconds", "cpu_seconds", "temporary_bytes", "code_bytes")    # by the worker
+# only the report, for a few per cent of the time: the text of all passes costs as much again as the compile, and 300 MB
 DUMP_FLAGS = "--xla_jf_dump_llo_pass_label_regex=vmem_report"
 
 
 @dataclass(frozen=True)
 class CompileResult:
-    """One row variant. Seconds are wall clock, without imports; bytes are a core's; None: the compiler did not get there."""
+    """One row variant. Seconds are wall clock without imports, bytes a core's; None: the compiler did not get there."""
     rows: int
-    verdict: str                         # pass | fail
-    reasons: tuple[str, ...]             # of a failure
-    compile_seconds: float | None        # lowering (tracing, Mosaic) and compiling
-    lower_seconds: float | None          # the first part of it
-    vmem_bytes: int | None               # all allocations of the kernel, spills not counted
+    verdict: str                                 # pass | fail
+    reasons: tuple[str, ...]                     # of a failure
+    compile_seconds: float | None                # lowering (tracing, Mosaic) and compiling
+    lower_seconds: float | None                  # the first part of it
+    cpu_seconds: float | None                    # the same, of all threads: a busy machine does not raise it
     planned_vmem_bytes: int
-    spill_bytes: int | None
-    bytes_per_core: int | None           # HBM: arguments of the program
+    bytes_per_core: int | None                   # HBM: arguments of the program
     planned_bytes_per_core: int
-    temporary_bytes: int | None          # HBM: what XLA puts around the kernel, copies of states above all
+    temporary_bytes: int | None                  # HBM beside arguments and results
     code_bytes: int | None
+    vmem_bytes: int | None = None                # the kernel's allocations, without spills
+    lifted_bytes: int | None = None              # planned, but kept in registers: vmem + lifted = planned
+    spill_bytes: int | None = None
     buffers: tuple[BufferBytes, ...] = ()
 
 
 def compile_spec(plan: Plan, rows: int | Iterable[int] | None = None) -> list[CompileResult]:
-    """Compiles each variant in `rows` (all of the spec's by default), one after another so that seconds mean something."""
+    """Compiles the variants in `rows` (by default all of the spec), one after another: seconds shall mean something."""
     wanted = plan.spec.build.rows if rows is None else (rows,) if isinstance(rows, int) else tuple(rows)
     with tempfile.TemporaryDirectory(prefix="mkgen-compile-") as scratch:
         write_module(plan, Path(scratch) / PACKAGE)
@@ -67,7 +69,7 @@ def as_dict(results: Iterable[CompileResult]) -> dict:
     return {"verdict": "pass" if good else "fail", "variants": {str(r.rows): asdict(r) for r in results}}
 
 
-# -- one variant --------------------------------------------------------------------------------------------------------
+# -- one variant -------------------------------------------------------------------------------------------------------
 
 def compile_rows(plan: Plan, rows: int, scratch: Path) -> CompileResult:
     """The module that stands in scratch/PACKAGE, for `rows` rows."""
@@ -97,16 +99,20 @@ def run_worker(job: dict, stem: Path, dump: Path) -> dict:
     if answer.exists():
         return json.loads(answer.read_text(encoding="utf-8"))
     died = f"died of signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return {"error": f"the compiler {died}; its last words:\n{tail(said.read_text(encoding='utf-8', errors='replace'))}"}
+    words = tail(said.read_text(encoding="utf-8", errors="replace"))
+    return {"error": f"the compiler {died}; its last words:\n{words}"}
 
 
 def worker_environment(dump: Path) -> dict[str, str]:
-    """No TPU is looked for, several may compile at once, nothing comes from a cache, and libtpu leaves its VMEM report."""
+    """No TPU is looked for, several may compile at once, no cache answers, and libtpu leaves its VMEM report."""
     keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return keep | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-                   "JAX_ENABLE_COMPILATION_CACHE": "false", "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} {DUMP_FLAGS}"}
+    return keep | {
+        "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} {DUMP_FLAGS}",
+    }
 
 
 def tail(text: str) -> str:
@@ -118,38 +124,40 @@ def head(text: str) -> str:
     return "\n".join(line[:TAIL_COLUMNS] for line in text.strip().split("\n")[:TAIL_LINES])
 
 
-# -- the verdict --------------------------------------------------------------------------------------------------------
+# -- the verdict -------------------------------------------------------------------------------------------------------
 
-def judge(plan: Plan, rows: int, got: dict, allocations: list | None) -> CompileResult:
+def judge(plan: Plan, rows: int, got: dict, allocations: list[Allocation] | None) -> CompileResult:
     """got: what the worker found, or an error; allocations: None without a report."""
-    reasons, buffers = [], []
-    planned, planned_hbm = sum(plan.vmem(rows).values()), plan.bytes_per_core(rows)
-    if "error" in got:
-        reasons.append(head(got["error"]))
-    if allocations is not None:
-        buffers = compare(allocations, *planned_buffers(plan, rows))
-        reasons += [f"VMEM {b.name}: planned {amount(b.planned)}, allocated {amount(b.actual)}"
-                    for b in buffers if b.planned != b.actual]
-        reserve = plan.spec.build.spill_kib * KIB
-        if spilled(allocations) > reserve:
-            reasons.append(f"the compiler spills {spilled(allocations):,} bytes; build.spill_kib leaves {reserve:,}")
-    if "argument_bytes" in got:
-        if not 0 <= got["argument_bytes"] - planned_hbm <= SMALL_BYTES:
-            reasons.append(f"HBM: planned {planned_hbm:,} bytes a core, the program's arguments have {got['argument_bytes']:,}")
-        if got["temporary_bytes"] > MIB:
-            reasons.append(f"XLA keeps {got['temporary_bytes']:,} bytes beside the kernel: states are copied on every step")
-    known = None if allocations is None else spilled(allocations)
+    reasons = [head(got["error"])] if "error" in got else []
+    vmem, reason = judge_vmem(plan, rows, allocations) if allocations is not None else ({}, [])
+    hbm = plan.bytes_per_core(rows)
+    reasons += reason + (judge_hbm(hbm, got) if "argument_bytes" in got else [])
+    measured = {key: got.get(key) for key in MEASURED}
     return CompileResult(
-        rows, "fail" if reasons else "pass", tuple(reasons), got.get("compile_seconds"), got.get("lower_seconds"),
-        None if allocations is None else sum(a.bytes for a in allocations) - known, planned, known,
-        got.get("argument_bytes"), planned_hbm, got.get("temporary_bytes"), got.get("code_bytes"), tuple(buffers))
+        rows=rows, verdict="fail" if reasons else "pass", reasons=tuple(reasons),
+        planned_vmem_bytes=sum(plan.vmem(rows).values()), bytes_per_core=got.get("argument_bytes"),
+        planned_bytes_per_core=hbm, **measured, **vmem)
 
 
-def planned_buffers(plan: Plan, rows: int) -> tuple[dict, dict]:
-    """(scratch, outputs): name -> (dims, bytes) in the kernel's order."""
-    return tuple({b.name: (b.dims(rows), vmem_bytes(b, rows)) for b in plan.buffers.values() if b.space == space}
-                 for space in ("vmem", "out"))
+def judge_vmem(plan: Plan, rows: int, allocations: list[Allocation]) -> tuple[dict, list[str]]:
+    """(fields of the result, what is wrong)."""
+    places = plan.buffers.values()
+    scratch, outputs = ([planned(b, rows) for b in places if b.space == space] for space in ("vmem", "out"))
+    buffers, spills = compare(allocations, scratch, outputs), spilled(allocations)
+    wrong = [f"VMEM {b.name}: planned {b.planned or 0:,} bytes, allocated {b.actual:,}"
+             for b in buffers if b.actual is not None and b.actual != b.planned]
+    reserve = plan.spec.build.spill_kib * KIB
+    if spills > reserve:
+        wrong.append(f"the compiler spills {spills:,} bytes; build.spill_kib leaves {reserve:,}")
+    total = sum(a.bytes for a in allocations) - spills
+    fields = {"vmem_bytes": total, "lifted_bytes": lifted(buffers), "spill_bytes": spills, "buffers": tuple(buffers)}
+    return fields, wrong
 
 
-def amount(n: int | None) -> str:
-    return "nothing" if n is None else f"{n:,}"
+def judge_hbm(planned_bytes: int, got: dict) -> list[str]:
+    wrong, arguments, beside = [], got["argument_bytes"], got["temporary_bytes"]
+    if not 0 <= arguments - planned_bytes <= SMALL_BYTES:
+        wrong.append(f"HBM: planned {planned_bytes:,} bytes a core, the program's arguments have {arguments:,}")
+    if beside > COPY_BYTES:
+        wrong.append(f"HBM: XLA keeps {beside:,} bytes beside the kernel; it copies states on every step")
+    return wrong

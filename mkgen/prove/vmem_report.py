@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mkgen.plan.regions import Buffer
+from mkgen.plan.vmem import vmem_bytes
+
 SCRATCH, OUTPUT, SPILL = "scratch operand", "output window allocation for operator output ", "SPILL"
-WINDOW = re.compile(re.escape(OUTPUT) + r"(\d+)\. The window shape is \w+(\[[\d,]*\])")
+WINDOW = re.compile(re.escape(OUTPUT) + r"(\d+)\. The window shape is (\w+\[[\d,]*\])")
+TYPES = {"f32": "f32", "bf16": "bf16", "u32": "s32", "i32": "s32"}       # the report knows no unsigned words
 
 
 class NoReport(Exception):
@@ -21,7 +25,7 @@ class NoReport(Exception):
 
 @dataclass(frozen=True)
 class Allocation:
-    """One piece of a kernel's VMEM. shape: [8,128], without padding; None if the compiler names none."""
+    """One piece of a kernel's VMEM. shape: bf16[8,128], without padding; None if the compiler names none."""
     tag: str
     shape: str | None
     bytes: int
@@ -29,10 +33,24 @@ class Allocation:
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """A buffer's tile-padded bytes: as planned, and as the compiler allocated it. None: the other does not know it."""
+    """A buffer's tile-padded bytes: as planned, and as the compiler allocated it.
+
+    planned None: the plan does not know it; actual None: it lives in registers (or is spilled), or nothing reads it."""
     name: str
     planned: int | None
     actual: int | None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A buffer as the plan has it: shape as the report writes it, bytes with padding."""
+    name: str
+    shape: str
+    bytes: int
+
+
+def planned(b: Buffer, rows: int) -> Planned:
+    return Planned(b.name, f"{TYPES[b.dtype]}[{','.join(map(str, b.dims(rows)))}]", vmem_bytes(b, rows))
 
 
 def read_report(directory: Path) -> list[Allocation]:
@@ -54,9 +72,9 @@ def read_report(directory: Path) -> list[Allocation]:
 def parsed(breakdown: Mapping) -> list[Allocation]:
     found = []
     for a in (a for block in breakdown["blocks"] for a in block["allocations"]):
-        window, shape = WINDOW.match(a["tag"]), re.search(r"\[[\d,]*\]", a.get("shape", ""))
-        tag = f"{OUTPUT}{window[1]}" if window else a["tag"]
-        found.append(Allocation(tag, window[2] if window else shape and shape[0], a["size"]))
+        window = WINDOW.match(a["tag"])
+        tag, shape = (f"{OUTPUT}{window[1]}", window[2]) if window else (a["tag"], a.get("shape"))
+        found.append(Allocation(tag, shape, a["size"]))
     return found
 
 
@@ -64,25 +82,26 @@ def spilled(allocations: Sequence[Allocation]) -> int:
     return sum(a.bytes for a in allocations if a.tag == SPILL)
 
 
-def compare(allocations: Sequence[Allocation], scratch: Mapping[str, tuple[tuple[int, ...], int]],
-            outputs: Mapping[str, tuple[tuple[int, ...], int]]) -> list[BufferBytes]:
-    """Buffer by buffer. scratch, outputs: name -> (dims, planned bytes), in the order in which the kernel declares them.
+def lifted(buffers: Sequence[BufferBytes]) -> int:
+    """Planned bytes of the buffers that the compiler needs no memory for."""
+    return sum(b.planned for b in buffers if b.actual is None)
 
-    The compiler names no scratch operand, but keeps their order and drops those that nothing reads: its shapes are matched
-    to the plan's in order."""
+
+def compare(allocations: Sequence[Allocation], scratch: Sequence[Planned],
+            outputs: Sequence[Planned]) -> list[BufferBytes]:
+    """Buffer by buffer. scratch, outputs: in the order in which the kernel declares them.
+
+    The compiler names no scratch operand, but keeps their order; those that it lifts into registers are missing. So
+    types and shapes are matched in order: of two alike side by side, the first counts as the one that is there."""
     left = [a for a in allocations if a.tag == SCRATCH]
     rows = []
-    for name, (dims, planned) in scratch.items():
-        found = left.pop(0) if left and left[0].shape == text(dims) else None
-        rows.append(BufferBytes(name, planned, found.bytes if found else None))
-    rows += [BufferBytes(f"scratch {a.shape}", None, a.bytes) for a in left]
+    for b in scratch:
+        found = left.pop(0).bytes if left and left[0].shape == b.shape else None
+        rows.append(BufferBytes(b.name, b.bytes, found))
+    rows += [BufferBytes(f"unknown scratch {a.shape}", None, a.bytes) for a in left]
     windows = {a.tag: a for a in allocations if a.tag.startswith(OUTPUT)}
-    for n, (name, (_, planned)) in enumerate(outputs.items()):
+    for n, b in enumerate(outputs):
         found = windows.pop(f"{OUTPUT}{n}", None)
-        rows.append(BufferBytes(name, planned, found.bytes if found else None))
+        rows.append(BufferBytes(b.name, b.bytes, found.bytes if found and found.shape == b.shape else 0))
     others = [a for a in allocations if a.tag not in (SCRATCH, SPILL) and not a.tag.startswith(OUTPUT)]
     return rows + [BufferBytes(a.tag, None, a.bytes) for a in (*windows.values(), *others)]
-
-
-def text(dims: Sequence[int]) -> str:
-    return f"[{','.join(map(str, dims))}]"

@@ -1,0 +1,154 @@
+"""The oracle's cases: a flagship spec at the sizes of the case, its weights, its answers, and the bounds of judging.
+
+The spec of a case is the committed YAML with other numbers in the same places: what is proven is the structure that is built.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from conftest import ROOT
+from oracle_weights import make_weights
+
+from mkgen.graph.build import build_graph
+from mkgen.pack.wanted import names
+from mkgen.reference.evaluate import Decoder
+from mkgen.reference.params import TensorParams
+from mkgen.spec.load import load_spec
+from mkgen.spec.model import Build, Model, Run, Spec
+from mkgen.spec.roles import tensors
+from mkgen.spec.schedule import expand
+from mkgen.spec.validate import validate
+
+FOLDER = Path(__file__).resolve().parent / "oracle"
+CASES = ("qwen3_moe-tiny", "qwen3_moe-lane", "kimi_k3-tiny", "kimi_k3-lane")
+CONTEXT = 32                                 # of the specs: the oracle's sequences are 21 tokens long
+WIDE_GAP = 0.02                              # of a router's scores: check.py lets no choice change that is so clear
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------------
+
+def qwen3_moe(model: Model, c: dict) -> Model:
+    """Qwen3-30B-A3B at the sizes of a `Qwen3MoeForCausalLM` config."""
+    attention, moe = model.mixers["attention"], model.ffns["moe"]
+    attention = replace(attention, heads=c["num_attention_heads"], kv_heads=c["num_key_value_heads"],
+                        head_dim=c["head_dim"])
+    moe = replace(moe, experts=c["num_local_experts"], top_k=c["num_experts_per_tok"], width=c["moe_intermediate_size"])
+    layers = c["num_hidden_layers"]
+    return replace(model, hidden=c["hidden_size"], vocab=c["vocab_size"], layers=layers, mixer=f"attention*{layers}",
+                   ffn=f"moe*{layers}", mixers={"attention": attention}, ffns={"moe": moe})
+
+
+def kimi_k3(model: Model, c: dict) -> Model:
+    """Kimi K3 at the sizes of its text config; every fourth layer and the last one are MLA, in both."""
+    c = c["text_config"]
+    kda, mla, dense, moe = model.mixers["kda"], model.mixers["mla"], model.ffns["dense"], model.ffns["moe"]
+    linear, heads = c["linear_attn_config"], c["num_attention_heads"]
+    kda = replace(kda, heads=linear["num_heads"], head_dim=linear["head_dim"], decay_rank=linear["head_dim"],
+                  conv=linear["short_conv_kernel_size"])
+    mla = replace(mla, heads=heads, q_rank=c["q_lora_rank"], kv_rank=c["kv_lora_rank"], nope_dim=c["qk_nope_head_dim"],
+                  rope_dim=c["qk_rope_head_dim"], v_dim=c["v_head_dim"])
+    dense, width = replace(dense, width=c["intermediate_size"]), c["moe_intermediate_size"]
+    moe = replace(moe, experts=c["num_experts"], top_k=c["num_experts_per_token"], width=width,
+                  shared_width=width * c["num_shared_experts"], latent=c["routed_expert_hidden_size"])
+    layers = c["num_hidden_layers"]
+    mixer = f"(kda*3 mla)*{layers // 4} mla"
+    assert [n + 1 for n, kind in enumerate(expand(mixer)) if kind == "mla"] == linear["full_attn_layers"]
+    return replace(model, hidden=c["hidden_size"], vocab=c["vocab_size"], layers=layers, mixer=mixer,
+                   ffn=f"dense moe*{layers - 1}", mixers={"kda": kda, "mla": mla}, ffns={"dense": dense, "moe": moe},
+                   residual=replace(model.residual, block=c["attn_res_block_size"]))
+
+
+# architecture -> spec, sizes, prefix of the tensor names that is not in the oracle's keys
+SIZES = {"qwen3_moe": ("qwen3_30b_a3b", qwen3_moe, ""), "kimi_k3": ("kimi_k3", kimi_k3, "language_model.")}
+
+
+# -- a case -------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Answers:
+    """What a decoder gave over all the oracle's tokens. logits [B, T, V]; chosen, gap as `Decoder.notes` has them, [T, layer, B,
+    ...]; states after the last token."""
+    logits: np.ndarray
+    topk: np.ndarray                         # [T, layer, B, k], sorted ids
+    gap: np.ndarray                          # [T, layer, B]
+    states: dict[str, np.ndarray]
+
+
+class Case:
+    """One folder of answers. Arrays are the oracle's: B sequences of `prompt` tokens and N decode steps."""
+
+    def __init__(self, name: str):
+        self.name, self.folder = name, FOLDER / name
+        self.config, self.meta = (json.loads((self.folder / f"{n}.json").read_text()) for n in ("config", "meta"))
+        self.io, self.routing, self.cache = (dict(np.load(self.folder / f"{n}.npz")) for n in ("io", "routing", "cache_final"))
+        self.ids = self.io["input_ids"]
+        self.batch, self.tokens = self.ids.shape
+        self.prompt, self.steps = self.meta["prompt_len"], self.meta["decode_steps"]
+        self.key = (self.meta["case"], self.meta["size"], self.meta["seed"])
+        self.base, self.sizes, self.prefix = SIZES[self.meta["case"]]
+
+    def spec(self, **build) -> Spec:
+        """The flagship's spec at the case's sizes, for one core unless `build` says otherwise; it is valid."""
+        flagship = load_spec(ROOT / "model_specs" / f"{self.base}.yaml")
+        model = self.sizes(flagship.model, self.config)
+        runs = tuple(Run(*run) for run in zip(expand(model.mixer), expand(model.ffn), strict=True))
+        model = replace(model, schedule=runs, parameters=self.meta["params"])
+        small = {"mesh": {"core": 1}, "expert_parallel": 1, "tensor_parallel": 1, "formats": {"experts": "bf16"},
+                 "rows": (self.batch,), "context": CONTEXT, "kv_tile": 16, "block_kib": 128, "ring_depth": 4,
+                 "expert_slots": 2, "kv_slots": 4}
+        spec = replace(flagship, model=model, build=replace(flagship.build, **(small | build)))
+        assert not validate(spec), validate(spec)
+        return spec
+
+    @cached_property
+    def weights(self) -> dict[str, np.ndarray]:
+        """Hub name -> bf16 array: a checkpoint as the oracle read it."""
+        model = self.spec().model
+        shapes = {name: t.shape for t in tensors(model).values() for name in names(model, t)}
+        return make_weights(self.key, shapes, self.prefix)
+
+    def decode(self, weights: dict[str, np.ndarray], exact: bool) -> Answers:
+        """The reference over all tokens, one at a time, both sequences side by side."""
+        spec = self.spec()
+        decoder = Decoder(build_graph(spec), TensorParams(weights, spec.model.checkpoint), self.batch, CONTEXT, exact)
+        logits, topk, gap = [], [], []
+        for t in range(self.tokens):
+            logits.append(decoder.step(self.ids[:, t], np.full(self.batch, t)))
+            topk.append([np.stack([np.flatnonzero(row) for row in chosen]) for _, _, chosen, _ in decoder.notes])
+            gap.append([g for *_, g in decoder.notes])
+        return Answers(np.stack(logits, 1), np.array(topk), np.array(gap), decoder.states)
+
+    @cached_property
+    def exact(self) -> Answers:
+        """The reference in float32."""
+        return self.decode(self.weights, exact=True)
+
+    @cached_property
+    def rounded(self) -> Answers:
+        """The reference, rounded where the kernel rounds."""
+        return self.decode(self.weights, exact=False)
+
+
+# -- judging: as check.py does --------------------------------------------------------------------------------------------
+
+def fp32_bound(meta: dict) -> float:
+    """Of |d logits|: 30 times the oracle's own noise, never below 1e-4."""
+    noise = max(meta.get("cache_vs_full_maxabs") or 0, meta.get("fp32_vs_fp64_maxabs") or 0)
+    return max(1e-4, 30 * noise)
+
+
+def judge_bf16(case: Case, logits: np.ndarray, topk: np.ndarray) -> tuple[float, float, float]:
+    """logits [B, N + 1, V], topk [N + 1, layer, B, k] -> (worst |d logits|, its bound, the share of positions that count).
+
+    A choice of experts that the oracle's gap calls clear must be the oracle's. After one that differs the sequence goes its own
+    way, and counts no more."""
+    error = np.abs(logits.astype(np.float64) - case.io["logits"]).max(-1).T                    # [step, B]
+    same = (np.sort(topk, -1) == case.routing["topk"]).all(-1)                                 # [step, layer, B]
+    assert (same | (case.routing["gap"] <= WIDE_GAP)).all(), "other experts, although the oracle's gap is wide"
+    use = np.logical_and.accumulate(same.all(1), axis=0)
+    assert use.any(), "no position is left to compare"
+    return float(error[use].max()), max(0.15, 0.05 * case.meta["logits_absmax"]), float(use.mean())
