@@ -37,7 +37,7 @@ def mini_qwen(qwen_plan) -> Plan:
 
 
 def edited(nodes, hit, change):
-    """The nodes with `change(node)` (a tuple of nodes) in place of the first one that `hit` accepts; None: there is none."""
+    """The nodes with `change(node)` (a tuple) in place of the first one that `hit` accepts; None: there is none."""
     for k, n in enumerate(nodes):
         if hit(n):
             return (*nodes[:k], *change(n), *nodes[k + 1 :])

@@ -50,16 +50,19 @@ class Weights:
 
     def vector(self, *ws: Weight) -> str:
         """Source text [lane_rows, 128] float32 of one family, or of several side by side (line by line for taps)."""
+        at, v = self.vector_at(*ws)
+        rows = f"tape_rows(m, g, {at}, {v.rows})"
+        return f"bitcast({rows}, f32)" if v.dtype == "f32" else f"bitcast({rows}, bf16).astype(f32)"
+
+    def vector_at(self, *ws: Weight) -> tuple[int, Vector]:
+        """The row of the open chunk where the families lie, and how."""
         name = ws[0].name if len(ws) == 1 else "+".join(w.name for w in ws)
         whole = self.ranks == 1 or all(w.split is None for w in ws)
         lines = ws[0].shape[0] if len(ws[0].shape) == 2 else 1
         width = sum(self.width(w, len(w.shape) - 1, whole) for w in ws)
-        v = Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
-        self.memory.vectors[name] = v
+        v = self.memory.vectors[name] = Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
         self.memory.weights.update({w.name: w for w in ws})
-        at = self.take(v.rows, name)
-        rows = f"tape_rows(m, g, {at}, {v.rows})"
-        return f"bitcast({rows}, f32)" if v.dtype == "f32" else f"bitcast({rows}, bf16).astype(f32)"
+        return self.take(v.rows, name), v
 
     def matrix(self, name: str, ws: tuple[Weight, ...], along: str) -> Matrix:
         whole = self.ranks == 1 or (along == "columns" and self.whole(ws)) or along == "whole"

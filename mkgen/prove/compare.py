@@ -15,14 +15,14 @@ STATES = 0.05                                 # root mean square of a layer's an
 
 def all_rungs(plan: Plan, scenario: Scenario, trace: Trace) -> list[Rung]:
     name = f"{trace.rows} row{'s' if trace.rows > 1 else ''}, {trace.mode}"
-    excused = excuses(scenario, len(trace.logits))
+    excused = excuses(scenario, trace.steps)
     return [*logits(plan, scenario, trace, name, excused), *states(plan, scenario, trace, name, excused),
             untouched(plan, scenario, trace, name), *machine(trace, name)]
 
 
-def excuses(scenario: Scenario, steps: int) -> np.ndarray:
-    """bool [steps, rows]: the row's routing was a close call, in this step or before."""
-    close = np.stack([s.gap < GAP_NOISE for s in scenario.steps[:steps]])
+def excuses(scenario: Scenario, steps: range) -> np.ndarray:
+    """bool [steps, rows]: the row's routing was a close call, in this step or in an earlier one of them."""
+    close = np.stack([scenario.steps[n].gap < GAP_NOISE for n in steps])
     return np.logical_or.accumulate(close, axis=0)
 
 
@@ -35,26 +35,25 @@ def whole_logits(plan: Plan, local: np.ndarray, rows: int) -> np.ndarray:
 
 def logits(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.ndarray) -> list[Rung]:
     """Logits, greedy token, and that all ranks name the same token."""
-    worst, counted, wrong, apart, noise = 0.0, 0, [], [], 0.0
-    for n, (step, local, tokens) in enumerate(zip(scenario.steps, trace.logits, trace.tokens)):
-        got = whole_logits(plan, local, trace.rows)
+    worst, counted, wrong, apart, left = 0.0, 0, [], [], 0
+    for i, (n, local, tokens) in enumerate(zip(trace.steps, trace.logits, trace.tokens)):
+        step, got = scenario.steps[n], whole_logits(plan, local, trace.rows)
         for row in np.flatnonzero(step.positions >= 0):
             if (tokens[:, row] != tokens[0, row]).any():
                 apart.append(f"step {n} row {row}: {sorted(set(tokens[:, row].tolist()))}")
             if tokens[0, row] != np.argmax(got[row]):
                 wrong.append(f"step {n} row {row}: token {tokens[0, row]}, its own logits say {np.argmax(got[row])}")
-            if excused[n, row]:
+            if excused[i, row]:
+                left += 1
                 continue
             want, spread = step.logits[row], np.ptp(step.logits[row])
             error = np.max(np.abs(got[row] - want)) / spread
             worst, counted = max(worst, np.nan_to_num(error, nan=np.inf)), counted + 1
-            noise = LOGITS * spread
             first, second = np.sort(want)[[-1, -2]]
-            if tokens[0, row] != np.argmax(want) and first - second > noise:
+            if tokens[0, row] != np.argmax(want) and first - second > LOGITS * spread:
                 wrong.append(f"step {n} row {row}: token {tokens[0, row]}, not {np.argmax(want)}")
-    left = int(excused[[s.positions >= 0 for s in scenario.steps[:len(excused)]]].sum())
     note = f"{left} excused: a router gap below {GAP_NOISE}" if left else ""
-    compared = f"logits [{plan.spec.model.vocab}] of {counted} active rows in {len(trace.logits)} steps"
+    compared = f"logits [{plan.spec.model.vocab}] of {counted} active rows in {len(trace.steps)} steps"
     first = judge(f"{name}: logits", compared, worst, LOGITS, note)
     if not counted:
         first = Rung(first.name, compared, None, LOGITS, "skipped", note)
@@ -64,13 +63,13 @@ def logits(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.
 
 def states(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.ndarray) -> list[Rung]:
     """After the last step: what the steps wrote, by kind of state."""
-    steps, out = len(trace.logits), []
+    out = []
     for layout in layouts(plan, trace.rows):
-        want = scenario.states[steps][layout.name]
+        want = scenario.states[trace.steps.stop][layout.name]
         got, same = to_logical(layout, list(trace.states[-1][plan.states[layout.name]]), want.shape)
         worst, counted = 0.0, 0
         for row in range(trace.rows):
-            at = [int(s.positions[row]) for s in scenario.steps[:steps] if s.positions[row] >= 0]
+            at = [int(scenario.steps[n].positions[row]) for n in trace.steps if scenario.steps[n].positions[row] >= 0]
             if not at or excused[-1, row]:
                 continue
             pick = (slice(None), row, at) if layout.positional else (slice(None), row)
@@ -89,10 +88,11 @@ def states(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.
 def untouched(plan: Plan, scenario: Scenario, trace: Trace, name: str) -> Rung:
     """Bits that no step may change: of inactive rows all, of a cache all tokens but the new one."""
     bad = []
-    for n, step in enumerate(scenario.steps[:len(trace.logits)]):
+    for i, n in enumerate(trace.steps):
+        step = scenario.steps[n]
         for layout in layouts(plan, trace.rows):
             buffer = plan.states[layout.name]
-            before, after = (np.array(trace.states[i][buffer]).view(np.uint32) for i in (n, n + 1))
+            before, after = (np.array(trace.states[j][buffer]).view(np.uint32) for j in (i, i + 1))
             axis = 3 if layout.op.kind == "short_conv" else 2                         # [ranks, layers, (taps,) rows, ...]
             before, after = (np.moveaxis(x, axis, 0) for x in (before, after))
             for row in range(len(before)):
@@ -116,20 +116,21 @@ def machine(trace: Trace, name: str) -> list[Rung]:
     found = trace.findings
     races = [m for m in found.messages if m.startswith("race")]
     left = [m for m in found.messages if not m.startswith("race")]
-    steps = f"in {len(trace.logits)} steps"
+    steps = f"in {len(trace.steps)} steps"
     return [answer(f"{name}: races", f"every pair of accesses to a buffer {steps}", [f"{found.races} races", *races] if found.races else []),
             answer(f"{name}: semaphores", f"zero at exit {steps}", [f"{found.semaphores} are not", *left] if found.semaphores else [])]
 
 
 def same_bits(scenario: Scenario, one: Trace, other: Trace) -> Rung:
-    """Two modes of one kernel give the same logits and states, bit for bit."""
-    bad = []
-    for n in range(min(len(one.logits), len(other.logits))):
+    """Two modes of one kernel give the same logits and states, bit for bit, in the steps that both made."""
+    bad, common = [], [n for n in other.steps if n in one.steps]
+    for n in common:
+        i, j = n - one.steps.start, n - other.steps.start
         live = np.flatnonzero(scenario.steps[n].positions >= 0)
-        if not np.array_equal(one.logits[n][:, live].view(np.uint32), other.logits[n][:, live].view(np.uint32)):
+        if not np.array_equal(one.logits[i][:, live].view(np.uint32), other.logits[j][:, live].view(np.uint32)):
             bad.append(f"logits of step {n}")
-        for name in one.states[n + 1]:
-            a, b = (np.array(t.states[n + 1][name]).view(np.uint32) for t in (one, other))
+        for name in one.states[i + 1]:
+            a, b = (np.array(x[name]).view(np.uint32) for x in (one.states[i + 1], other.states[j + 1]))
             if not np.array_equal(a, b):
                 bad.append(f"{name} after step {n}")
-    return answer(f"{one.rows} rows: both modes", f"bits of logits and states, {one.mode} and {other.mode}", bad)
+    return answer(f"{one.rows} rows: both modes", f"bits of logits and states after {len(common)} steps, {one.mode} and {other.mode}", bad)

@@ -41,10 +41,11 @@ def pack_operands(plan: Plan, params) -> dict[str, jax.Array]:
 
 @dataclass
 class Trace:
-    """What the kernel gave. logits [steps][ranks, 8, local]; tokens [steps][ranks, rows]; states [step][name] [ranks, ...], the
-    first one as it was handed in."""
+    """What the kernel gave. steps: numbers of the scenario's steps; for each, logits [ranks, 8, local columns] and tokens
+    [ranks, rows]; states[i][name] [ranks, ...] before the i-th of them, and after the last one."""
     mode: str
     rows: int
+    steps: range
     logits: list[np.ndarray] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
     states: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -71,13 +72,12 @@ class Kernel:
         self.tables = {"chunks": plan.chunk_table(), "facts": plan.fact_table()}
         self.operands = jax.device_put(operands, self.split)
 
-    def run(self, scenario: Scenario, mode: str, steps: int) -> Trace:
-        """`steps` steps of the scenario from its prefilled states, tokens forced; mode: interpret.MODES."""
-        ranks, trace = range(self.plan.mesh.ranks), Trace(mode, self.rows)
-        state = {self.plan.states[l.name]: np.stack([to_kernel(l, scenario.states[0][l.name], scenario.written, r) for r in ranks])
-                 for l in layouts(self.plan, self.rows)}
+    def run(self, scenario: Scenario, mode: str, steps: range, state: dict[str, np.ndarray] | None = None) -> Trace:
+        """The scenario's `steps`, tokens forced, from its prefilled states or from `state`; mode: interpret.MODES."""
+        trace = Trace(mode, self.rows, steps)
+        state = state or self.prefilled(scenario, steps.start)
         trace.states.append(state)
-        for now in scenario.steps[:steps]:
+        for now in (scenario.steps[n] for n in steps):
             begin = time.time()
             small = {"tokens": jnp.asarray(now.tokens), "positions": jnp.asarray(now.positions), **self.tables}
             with watch(trace.findings, mode):
@@ -88,3 +88,9 @@ class Kernel:
             trace.states.append(state)
             trace.seconds.append(time.time() - begin)
         return trace
+
+    def prefilled(self, scenario: Scenario, step: int) -> dict[str, np.ndarray]:
+        """The reference's states before a step, as the ranks hold them."""
+        seen = [scenario.seen(row, step) for row in range(self.rows)]
+        return {self.plan.states[l.name]: np.stack([to_kernel(l, scenario.states[step][l.name], seen, rank)
+                                                    for rank in range(self.plan.mesh.ranks)]) for l in layouts(self.plan, self.rows)}

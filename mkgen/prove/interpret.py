@@ -110,7 +110,8 @@ class Memory(machine.memory.SharedMemory):
     """The interpreter's memory, with the mode of the moment instead of the one it was compiled with."""
     mode = MODES[0]
 
-    def __post_init__(self):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.dma_execution_mode = Memory.mode
 
 

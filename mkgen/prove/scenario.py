@@ -35,6 +35,10 @@ class Scenario:
     states: list[dict[str, np.ndarray]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
+    def seen(self, row: int, step: int) -> int:
+        """Tokens that the row has seen before a step."""
+        return self.written[row] + sum(int(s.positions[row] >= 0) for s in self.steps[:step])
+
     def row(self, row: int) -> Scenario:
         """The same for one row alone: rows do not see each other."""
         def cut(s: Step) -> Step:

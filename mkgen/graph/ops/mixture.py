@@ -42,8 +42,9 @@ class BlockMixture(Op):
         env.put(self.y, jnp.sum(jax.nn.softmax(score, axis=0)[..., None] * v, axis=0))
 
     def lower(self, b):
-        b.step(self, "mixture", "block_mixture", running=b.read(self.running, "f32"), snapshots=b.ref(self.snapshots),
-               planes=self.snapshots.planes, y=b.write(self.y), w=b.vector(self.w), width=self.y.width, eps=self.eps,
+        at, w = b.vector_at(self.w)
+        b.step(self, "mixture", "block_mixture", running=b.ref(self.running), snapshots=b.ref(self.snapshots), y=b.write(self.y), at=at,
+               w=f"tape_rows(m, g, {at}, {w.rows})", eps=self.eps,
                live=str(self.snapshots.planes) if self.fact is None else b.fact(self.fact))
 
 
@@ -78,5 +79,6 @@ class BlockAdd(Op):
             env.put(self.running, running + x)
 
     def lower(self, b):
-        b.step(self, "mixture", "block_add", writes=(self.running.name, self.snapshots.name), running=b.ref(self.running), snapshots=b.ref(self.snapshots), x=b.read(self.x, "f32"),
+        b.step(self, "mixture", "block_add", writes=(self.running.name, self.snapshots.name), running=b.ref(self.running),
+               snapshots=b.ref(self.snapshots), x=b.read(self.x, "f32"),
                opens=self.opens and b.fact(self.opens), block=self.block and b.fact(self.block))
