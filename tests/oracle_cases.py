@@ -5,12 +5,13 @@ The spec of a case is the committed YAML with other numbers in the same places: 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 from conftest import ROOT
+from ml_dtypes import bfloat16
 from oracle_weights import make_weights
 
 from mkgen.graph.build import build_graph
@@ -26,6 +27,7 @@ from mkgen.spec.validate import validate
 FOLDER = Path(__file__).resolve().parent / "oracle"
 CASES = ("qwen3_moe-tiny", "qwen3_moe-lane", "kimi_k3-tiny", "kimi_k3-lane")
 CONTEXT = 32                                 # of the specs: the oracle's sequences are 21 tokens long
+States = dict[str, np.ndarray]               # as `Decoder.states`
 WIDE_GAP = 0.02                              # of a router's scores: check.py lets no choice change that is so clear
 
 
@@ -70,12 +72,14 @@ SIZES = {"qwen3_moe": ("qwen3_30b_a3b", qwen3_moe, ""), "kimi_k3": ("kimi_k3", k
 
 @dataclass(frozen=True)
 class Answers:
-    """What a decoder gave over all the oracle's tokens. logits [B, T, V]; chosen, gap as `Decoder.notes` has them, [T, layer, B,
-    ...]; states after the last token."""
+    """What a decoder gave for consecutive tokens. logits [B, T, V]; topk [T, layer, B, k], sorted ids; gap [T, layer, B], of a
+    router's scores; states after the last token. before, after: states around each token, where they were asked for."""
     logits: np.ndarray
-    topk: np.ndarray                         # [T, layer, B, k], sorted ids
-    gap: np.ndarray                          # [T, layer, B]
-    states: dict[str, np.ndarray]
+    topk: np.ndarray
+    gap: np.ndarray
+    states: States
+    before: list[States] = field(default_factory=list)
+    after: list[States] = field(default_factory=list)
 
 
 class Case:
@@ -111,26 +115,55 @@ class Case:
         shapes = {name: t.shape for t in tensors(model).values() for name in names(model, t)}
         return make_weights(self.key, shapes, self.prefix)
 
-    def decode(self, weights: dict[str, np.ndarray], exact: bool) -> Answers:
-        """The reference over all tokens, one at a time, both sequences side by side."""
+    def positions(self, t: int) -> np.ndarray:
+        return np.full(self.batch, t, np.int32)
+
+    def decoder(self, weights: dict[str, np.ndarray], exact: bool) -> Decoder:
         spec = self.spec()
-        decoder = Decoder(build_graph(spec), TensorParams(weights, spec.model.checkpoint), self.batch, CONTEXT, exact)
-        logits, topk, gap = [], [], []
+        return Decoder(build_graph(spec), TensorParams(weights, spec.model.checkpoint), self.batch, CONTEXT, exact)
+
+    def decode(self, weights: dict[str, np.ndarray], exact: bool) -> Answers:
+        """The reference over all tokens, one at a time, both sequences side by side. `before` of the decoded ones is kept."""
+        decoder, steps, before = self.decoder(weights, exact), [], []
         for t in range(self.tokens):
-            logits.append(decoder.step(self.ids[:, t], np.full(self.batch, t)))
-            topk.append([np.stack([np.flatnonzero(row) for row in chosen]) for _, _, chosen, _ in decoder.notes])
-            gap.append([g for *_, g in decoder.notes])
-        return Answers(np.stack(logits, 1), np.array(topk), np.array(gap), decoder.states)
+            if t >= self.prompt - 1:
+                before.append({n: s.copy() for n, s in decoder.states.items()})
+            steps.append(one_step(decoder, self.ids[:, t], self.positions(t)))
+        return collected(steps, decoder.states, before)
+
+    def single_steps(self, weights: dict[str, np.ndarray], exact: Answers) -> Answers:
+        """The rounded reference on the last prompt token and each decoded one, every time from the states of the exact one
+        (caches rounded to bf16, as they are stored)."""
+        decoder, steps, before, after = self.decoder(weights, exact=False), [], [], []
+        cached = {s.name for sub in decoder.graph.sublayers() for op in sub.ops for s in op.states() if s.positional}
+        for t, states in enumerate(exact.before, self.prompt - 1):
+            before.append({n: s.astype(bfloat16).astype(np.float32) if n in cached else s for n, s in states.items()})
+            decoder.states = {n: s.copy() for n, s in before[-1].items()}
+            steps.append(one_step(decoder, self.ids[:, t], self.positions(t)))
+            after.append(decoder.states)
+        return collected(steps, after[-1], before, after)
 
     @cached_property
     def exact(self) -> Answers:
         """The reference in float32."""
         return self.decode(self.weights, exact=True)
 
-    @cached_property
-    def rounded(self) -> Answers:
-        """The reference, rounded where the kernel rounds."""
-        return self.decode(self.weights, exact=False)
+
+def one_step(decoder: Decoder, tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, list, list]:
+    logits = decoder.step(tokens, positions)
+    topk = [np.stack([np.flatnonzero(row) for row in chosen]) for _, _, chosen, _ in decoder.notes]
+    return logits, topk, [gap for *_, gap in decoder.notes]
+
+
+def collected(steps: list[tuple], states: States, *around: list[States]) -> Answers:
+    logits, topk, gap = zip(*steps)
+    return Answers(np.stack(logits, 1), np.array(topk), np.array(gap), states, *around)
+
+
+@lru_cache
+def load_case(name: str) -> Case:
+    """One for all tests, since what it computes takes seconds."""
+    return Case(name)
 
 
 # -- judging: as check.py does --------------------------------------------------------------------------------------------
@@ -141,14 +174,17 @@ def fp32_bound(meta: dict) -> float:
     return max(1e-4, 30 * noise)
 
 
-def judge_bf16(case: Case, logits: np.ndarray, topk: np.ndarray) -> tuple[float, float, float]:
+def judge_bf16(case: Case, logits: np.ndarray, topk: np.ndarray, forced: bool) -> tuple[float, float, float]:
     """logits [B, N + 1, V], topk [N + 1, layer, B, k] -> (worst |d logits|, its bound, the share of positions that count).
 
-    A choice of experts that the oracle's gap calls clear must be the oracle's. After one that differs the sequence goes its own
-    way, and counts no more."""
+    A choice of experts that the oracle's gap calls clear must be the oracle's. After one that differs a sequence goes its own way
+    and counts no more: for good, or if it starts each step from the oracle's states (`forced`), for the rest of the step."""
     error = np.abs(logits.astype(np.float64) - case.io["logits"]).max(-1).T                    # [step, B]
     same = (np.sort(topk, -1) == case.routing["topk"]).all(-1)                                 # [step, layer, B]
-    assert (same | (case.routing["gap"] <= WIDE_GAP)).all(), "other experts, although the oracle's gap is wide"
-    use = np.logical_and.accumulate(same.all(1), axis=0)
+    judged = np.ones_like(same)
+    if forced:                                                                                 # layers up to the first that differs
+        judged[:, 1:] = np.logical_and.accumulate(same, axis=1)[:, :-1]
+    assert (same | ~judged | (case.routing["gap"] <= WIDE_GAP)).all(), "other experts, although the oracle's gap is wide"
+    use = same.all(1) if forced else np.logical_and.accumulate(same.all(1), axis=0)
     assert use.any(), "no position is left to compare"
     return float(error[use].max()), max(0.15, 0.05 * case.meta["logits_absmax"]), float(use.mean())

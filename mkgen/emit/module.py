@@ -12,7 +12,7 @@ from mkgen.plan.figures import figures
 from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Buffer
-from mkgen.plan.runs import as_python, fold
+from mkgen.plan.runs import as_numbers, as_python, fold
 
 COLUMNS = 100                            # of a line of generated Python
 
@@ -74,7 +74,7 @@ def host_facts(plan: Plan) -> dict:
         "kinds": {"mixer": list(plan.graph.mixers), "ffn": list(plan.graph.ffns)},
         "schedule": {role: expression([layer[i] for layer in layers]) for i, role in enumerate(("mixer", "ffn"))},
         "chunk_rows": {r.name: expression([c.rows for c in r.chunks]) for r in plan.regions.values()},
-        "fact_columns": {name: expression(list(column)) for name, column in plan.graph.facts.items()},
+        "fact_columns": {name: as_numbers(list(column)) for name, column in plan.graph.facts.items()},
     }
 
 

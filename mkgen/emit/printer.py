@@ -26,8 +26,12 @@ class Printer:
         i = 0
         while i < len(nodes):
             span = self.whole_exchange(nodes[i:])
+            whole = self.whole_exchange(nodes[i + 1:]) if isinstance(nodes[i], Step) and nodes[i].macro == "gather_put" else 0
             if span:
                 out += self.exchange(nodes[i], depth)
+            elif whole:
+                out += self.gather(nodes[i], nodes[i + 1 + whole], depth)
+                span = whole + 2
             elif self.next_chunk(nodes[i:i + 3]):
                 out.append(f"{INDENT * depth}g = next_chunk(m, g)")
                 span = 3
@@ -57,6 +61,13 @@ class Printer:
             return 0
         same = {(n.kind, n.args if n.kind != "greedy" else ()) for n in span}
         return len(span) if len(same) == 1 and [(n.factor, n.part) for n in span] == want else 0
+
+    def gather(self, put: Step, take: Step, depth: int) -> list[str]:
+        """A whole all-gather with nothing in between."""
+        args = put.args["x"], take.args["y"], str(put.args["width"])
+        head = [] if put.op == self.op else [f"{INDENT * depth}# -- {put.op}"]
+        self.op = put.op
+        return [*head, f"{INDENT * depth}all_gather(m, {', '.join(args)})"]
 
     def exchange(self, node: Collective, depth: int) -> list[str]:
         result = f"{', '.join(node.args)} = " if node.kind == "greedy" else ""

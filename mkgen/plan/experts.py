@@ -7,6 +7,7 @@ from mkgen.errors import MkgenError
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES, ROW_BYTES
 
+BLOCK_WEIGHTS = 3 * 2 ** 20            # enough to hide the drain of a dot behind the next one, little enough code
 GROUP = 32                               # K rows that share one scale
 CODES = {"bf16": (2, 16), "mxfp4": (8, GROUP)}      # values a word; K must be a multiple of
 
@@ -20,6 +21,12 @@ class Section:
     panel_rows: int
     scales_at: int
     scale_rows: int                      # a panel
+
+    @property
+    def wide(self) -> int:
+        """Panels in one basic block: the most that divide evenly and hold at most BLOCK_WEIGHTS."""
+        most = max(1, BLOCK_WEIGHTS // (self.k * LANES))
+        return max(n for n in range(1, self.panels + 1) if self.panels % n == 0 and n <= most)
 
 
 @dataclass(frozen=True)

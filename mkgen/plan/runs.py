@@ -65,3 +65,18 @@ def as_python(folded: tuple) -> str:
             loose.append(f'"{x}"' if isinstance(x, str) else repr(x))
     flush()
     return " + ".join(terms) or "[]"
+
+
+def as_numbers(items: Sequence[int]) -> str:
+    """A Python expression for a list of small numbers; many runs are written as np.repeat(values, lengths)."""
+    folded = fold(items)
+    if len(folded) <= 4:
+        return as_python(folded)
+    values, lengths = [], []
+    for x in items:
+        if values[-1:] == [x]:
+            lengths[-1] += 1
+        else:
+            values.append(x)
+            lengths.append(1)
+    return f"np.repeat({values}, {lengths})" if len(values) < len(items) // 2 else as_python(folded)
