@@ -1,4 +1,5 @@
 """Kernel against reference, one run of steps: each function makes the rungs of one question."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -9,15 +10,19 @@ from mkgen.prove.rung import Rung, answer, judge
 from mkgen.prove.scenario import GAP_NOISE, Scenario
 from mkgen.prove.state_image import layouts, to_logical
 
-LOGITS = 0.02                                 # of the row's range of logits
-STATES = 0.05                                 # root mean square of a layer's and row's new state, of that of the difference
+LOGITS = 0.02  # of the row's range of logits
+STATES = 0.05  # rms of the difference, over that of a layer's and row's new state
 
 
 def all_rungs(plan: Plan, scenario: Scenario, trace: Trace) -> list[Rung]:
     name = f"{trace.rows} row{'s' if trace.rows > 1 else ''}, {trace.mode}"
     excused = excuses(scenario, trace.steps)
-    return [*logits(plan, scenario, trace, name, excused), *states(plan, scenario, trace, name, excused),
-            untouched(plan, scenario, trace, name), *machine(trace, name)]
+    return [
+        *logits(plan, scenario, trace, name, excused),
+        *states(plan, scenario, trace, name, excused),
+        untouched(plan, scenario, trace, name),
+        *machine(trace, name),
+    ]
 
 
 def excuses(scenario: Scenario, steps: range) -> np.ndarray:
@@ -57,8 +62,11 @@ def logits(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.
     first = judge(f"{name}: logits", compared, worst, LOGITS, note)
     if not counted:
         first = Rung(first.name, compared, None, LOGITS, "skipped", note)
-    return [first, answer(f"{name}: token", "greedy token, where the best two logits are farther apart than the bound", wrong),
-            answer(f"{name}: ranks", "the token on every rank", apart)]
+    return [
+        first,
+        answer(f"{name}: token", "greedy token, where the best two logits are farther apart than the bound", wrong),
+        answer(f"{name}: ranks", "the token on every rank", apart),
+    ]
 
 
 def states(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.ndarray) -> list[Rung]:
@@ -74,14 +82,16 @@ def states(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.
                 continue
             pick = (slice(None), row, at) if layout.positional else (slice(None), row)
             g, w = (x[pick].reshape(want.shape[0], -1) for x in (got, want))
-            error = np.sqrt(np.mean((g - w) ** 2, axis=1) / np.maximum(np.mean(w ** 2, axis=1), 1e-12)).max()
+            error = np.sqrt(np.mean((g - w) ** 2, axis=1) / np.maximum(np.mean(w**2, axis=1), 1e-12)).max()
             worst, counted = max(worst, np.nan_to_num(error, nan=np.inf)), counted + 1
         compared = f"{want.shape[0]} layers, {counted} rows, rms" + (", new tokens" if layout.positional else "")
         if not counted:
             out.append(Rung(f"{name}: {layout.name}", compared, None, STATES, "skipped", "every row is excused"))
             continue
         rung = judge(f"{name}: {layout.name}", compared, worst, STATES)
-        out.append(rung if same else Rung(rung.name, compared, rung.error, STATES, "fail", "ranks hold different copies"))
+        out.append(
+            rung if same else Rung(rung.name, compared, rung.error, STATES, "fail", "ranks hold different copies")
+        )
     return out
 
 
@@ -93,15 +103,15 @@ def untouched(plan: Plan, scenario: Scenario, trace: Trace, name: str) -> Rung:
         for layout in layouts(plan, trace.rows):
             buffer = plan.states[layout.name]
             before, after = (np.array(trace.states[j][buffer]).view(np.uint32) for j in (i, i + 1))
-            axis = 3 if layout.op.kind == "short_conv" else 2                         # [ranks, layers, (taps,) rows, ...]
+            axis = 3 if layout.op.kind == "short_conv" else 2  # [ranks, layers, (taps,) rows, ...]
             before, after = (np.moveaxis(x, axis, 0) for x in (before, after))
             for row in range(len(before)):
                 p = int(step.positions[row]) if row < trace.rows else -1
                 if p >= 0 and not layout.positional:
                     continue
-                changed = before[row] != after[row]                                   # cache: [ranks, layers, blocks, T / 2, 128]
+                changed = before[row] != after[row]  # cache: [ranks, layers, blocks, T / 2, 128]
                 if p >= 0:
-                    if p % 2:                                                         # the token before it shares its word
+                    if p % 2:  # the token before it shares its word
                         half = (before[row] ^ after[row])[..., p // 2, :] & 0xFFFF
                         changed[..., p // 2, :] = half != 0
                     else:
@@ -117,8 +127,18 @@ def machine(trace: Trace, name: str) -> list[Rung]:
     races = [m for m in found.messages if m.startswith("race")]
     left = [m for m in found.messages if not m.startswith("race")]
     steps = f"in {len(trace.steps)} steps"
-    return [answer(f"{name}: races", f"every pair of accesses to a buffer {steps}", [f"{found.races} races", *races] if found.races else []),
-            answer(f"{name}: semaphores", f"zero at exit {steps}", [f"{found.semaphores} are not", *left] if found.semaphores else [])]
+    return [
+        answer(
+            f"{name}: races",
+            f"every pair of accesses to a buffer {steps}",
+            [f"{found.races} races", *races] if found.races else [],
+        ),
+        answer(
+            f"{name}: semaphores",
+            f"zero at exit {steps}",
+            [f"{found.semaphores} are not", *left] if found.semaphores else [],
+        ),
+    ]
 
 
 def same_bits(scenario: Scenario, one: Trace, other: Trace) -> Rung:
@@ -133,4 +153,8 @@ def same_bits(scenario: Scenario, one: Trace, other: Trace) -> Rung:
             a, b = (np.array(x[name]).view(np.uint32) for x in (one.states[i + 1], other.states[j + 1]))
             if not np.array_equal(a, b):
                 bad.append(f"{name} after step {n}")
-    return answer(f"{one.rows} rows: both modes", f"bits of logits and states after {len(common)} steps, {one.mode} and {other.mode}", bad)
+    return answer(
+        f"{one.rows} rows: both modes",
+        f"bits of logits and states after {len(common)} steps, {one.mode} and {other.mode}",
+        bad,
+    )

@@ -1,4 +1,5 @@
 """What a proof reached: rungs that say so, and 'skipped' with the reason where a model has no such thing."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -17,34 +18,52 @@ def _rung(name: str, compared: str, good: bool, reason: str = "") -> Rung:
 
 
 def _shape(plan: Plan) -> Rung:
-    build, kinds = plan.spec.build, [*plan.graph.mixers, *plan.graph.ffns]
-    mesh = " x ".join(f"{n} {size}" for n, size in build.mesh.items())
-    return _rung("kinds", f"{', '.join(kinds)}; {len(plan.graph.layers)} layers; mesh {mesh}; experts {build.expert_parallel} x "
-                 f"{build.tensor_parallel}; {len({m.layout for m in plan.matrices.values()})} tape layouts, {plan.chunks} chunks", True)
+    build, kinds = plan.spec.build, ", ".join([*plan.graph.mixers, *plan.graph.ffns])
+    mesh = " x ".join(f"{name} {size}" for name, size in build.mesh.items())
+    layouts = ", ".join(sorted({m.layout for m in plan.matrices.values()}))
+    parts = f"experts {build.expert_parallel} x {build.tensor_parallel}"
+    compared = f"{kinds}; {len(plan.graph.layers)} layers; mesh {mesh}; {parts}; tape: {layouts}, {plan.chunks} chunks"
+    return _rung("kinds", compared, True)
 
 
 def _loop(plan: Plan) -> Rung:
     model = plan.spec.model
     counts = [plan.graph.layers.count(run) for run in dict.fromkeys(plan.graph.layers)]
     ring = len(plan.regions["end"].chunks) > plan.ring_depth
-    return _rung("loop nest", f"{model.mixer} | {model.ffn}; the end has more chunks than the ring: {ring}", max(counts) > 1,
-                 "the model has one layer of each kind")
+    return _rung(
+        "loop nest",
+        f"{model.mixer} | {model.ffn}; the end has more chunks than the ring: {ring}",
+        max(counts) > 1,
+        "the model has one layer of each kind",
+    )
 
 
 def _tile(plan: Plan, scenario: Scenario) -> Rung:
     tile = plan.spec.build.kv_tile
     cached = any(s.positional for sub in plan.graph.sublayers() for op in sub.ops for s in op.states())
-    crossed = [int(row) for row in range(scenario.rows)
-               if len({int(s.positions[row]) // tile for s in scenario.steps if s.positions[row] >= 0}) > 1]
+    crossed = [
+        int(row)
+        for row in range(scenario.rows)
+        if len({int(s.positions[row]) // tile for s in scenario.steps if s.positions[row] >= 0}) > 1
+    ]
     starts = scenario.steps[0].positions.tolist()
-    return _rung("tile's edge", f"rows {crossed} cross it (tile {tile}, first positions {starts})", bool(cached and crossed),
-                 "no positional cache")
+    return _rung(
+        "tile's edge",
+        f"rows {crossed} cross it (tile {tile}, first positions {starts})",
+        bool(cached and crossed),
+        "no positional cache",
+    )
 
 
 def _residual(plan: Plan) -> Rung:
     opens = plan.graph.facts.get("opens_block")
     layers = [n for n, o in enumerate(opens or ()) if o]
-    return _rung("residual blocks", f"snapshots at layers {layers}", len(layers) > 1, "plain residual" if opens is None else "one block")
+    return _rung(
+        "residual blocks",
+        f"snapshots at layers {layers}",
+        len(layers) > 1,
+        "plain residual" if opens is None else "one block",
+    )
 
 
 def _routing(plan: Plan, scenario: Scenario) -> list[Rung]:
@@ -57,7 +76,17 @@ def _routing(plan: Plan, scenario: Scenario) -> list[Rung]:
     shared = sum(bool((c.sum(0) > 1).any()) for c in several)
     idle = [int((~c.any(0).reshape(build.expert_parallel, -1).any(1)).sum()) for _, c in steps]
     note = f"of {len(steps)} routed layers"
-    return [_rung("rows differ", f"rows take different experts in {differ} {note}", differ > 0, "one row"),
-            _rung("rows share", f"an expert is taken by several rows in {shared} {note}", shared > 0, "no expert was shared"),
-            _rung("idle ranks", f"some rank has no expert in {int(np.count_nonzero(idle))} {note}", any(idle),
-                  "every rank holds a part of every expert" if build.expert_parallel == 1 else "no token tried left a rank idle")]
+    return [
+        _rung("rows differ", f"rows take different experts in {differ} {note}", differ > 0, "one row"),
+        _rung(
+            "rows share", f"an expert is taken by several rows in {shared} {note}", shared > 0, "no expert was shared"
+        ),
+        _rung(
+            "idle ranks",
+            f"some rank has no expert in {int(np.count_nonzero(idle))} {note}",
+            any(idle),
+            "every rank holds a part of every expert"
+            if build.expert_parallel == 1
+            else "no token tried left a rank idle",
+        ),
+    ]

@@ -1,4 +1,5 @@
 """Runs a generated kernel on virtual devices, step by step, under the interpreter."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -41,8 +42,10 @@ def pack_operands(plan: Plan, params) -> dict[str, jax.Array]:
 
 @dataclass
 class Trace:
-    """What the kernel gave. steps: numbers of the scenario's steps; for each, logits [ranks, 8, local columns] and tokens
-    [ranks, rows]; states[i][name] [ranks, ...] before the i-th of them, and after the last one."""
+    """What the kernel gave. steps: numbers of the scenario's steps; for each, logits [ranks, 8, local columns]
+    and tokens [ranks, rows]; states[i][name] [ranks, ...] before the i-th of them, and after the last one.
+    """
+
     mode: str
     rows: int
     steps: range
@@ -59,21 +62,27 @@ class Kernel:
     def __init__(self, plan: Plan, module, operands: dict[str, np.ndarray], rows: int):
         """operands: as `pack_operands` gives them."""
         self.plan, self.rows = plan, rows
-        mesh = Mesh(np.array(jax.devices()[:plan.mesh.ranks]), ("tp",))
+        mesh = Mesh(np.array(jax.devices()[: plan.mesh.ranks]), ("tp",))
         split, whole = PartitionSpec("tp"), PartitionSpec()
 
         def rank_step(small, large, state):
             given = {**small, **{n: a[0] for n, a in large.items()}}
-            out, state = module.decode_call(rows, given, {n: a[0] for n, a in state.items()}, interpret=interpret_params())
+            out, state = module.decode_call(
+                rows, given, {n: a[0] for n, a in state.items()}, interpret=interpret_params()
+            )
             return jax.tree.map(lambda a: a[None], (out, state))
 
-        self.step = jax.jit(jax.shard_map(rank_step, mesh=mesh, in_specs=(whole, split, split), out_specs=split, check_vma=False))
+        self.step = jax.jit(
+            jax.shard_map(rank_step, mesh=mesh, in_specs=(whole, split, split), out_specs=split, check_vma=False)
+        )
         self.split = NamedSharding(mesh, split)
         self.tables = {"chunks": plan.chunk_table(), "facts": plan.fact_table()}
         self.operands = jax.device_put(operands, self.split)
 
     def run(self, scenario: Scenario, mode: str, steps: range, state: dict[str, np.ndarray] | None = None) -> Trace:
-        """The scenario's `steps`, tokens forced, from its prefilled states or from `state`; mode: interpret.MODES."""
+        """The scenario's `steps`, tokens forced, from its prefilled states or from `state`; mode:
+        interpret.MODES.
+        """
         trace = Trace(mode, self.rows, steps)
         state = state or self.prefilled(scenario, steps.start)
         trace.states.append(state)
@@ -84,7 +93,7 @@ class Kernel:
                 out, state = jax.block_until_ready(self.step(small, self.operands, jax.device_put(state, self.split)))
                 out, state = jax.tree.map(np.asarray, (out, state))
             trace.logits.append(out["logits"])
-            trace.tokens.append(out["token"][:, :self.rows, 0])
+            trace.tokens.append(out["token"][:, : self.rows, 0])
             trace.states.append(state)
             trace.seconds.append(time.time() - begin)
         return trace
@@ -92,5 +101,9 @@ class Kernel:
     def prefilled(self, scenario: Scenario, step: int) -> dict[str, np.ndarray]:
         """The reference's states before a step, as the ranks hold them."""
         seen = [scenario.seen(row, step) for row in range(self.rows)]
-        return {self.plan.states[l.name]: np.stack([to_kernel(l, scenario.states[step][l.name], seen, rank)
-                                                    for rank in range(self.plan.mesh.ranks)]) for l in layouts(self.plan, self.rows)}
+        return {
+            self.plan.states[l.name]: np.stack(
+                [to_kernel(l, scenario.states[step][l.name], seen, rank) for rank in range(self.plan.mesh.ranks)]
+            )
+            for l in layouts(self.plan, self.rows)
+        }

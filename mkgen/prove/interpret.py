@@ -1,8 +1,9 @@
 """Pallas's TPU interpreter, with what it finds wrong. The one place that knows its private names and messages.
 
-Its race detector compares each access with all earlier ones of the buffer, one by one in Python: most of a proof's time. The
-same test is done here for all of them at once; nothing is left out.
+Its race detector compares each access with all earlier ones of the buffer, one by one in Python: most of a
+proof's time. The same test is done here for all of them at once; nothing is left out.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -17,21 +18,23 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as machine
 from jax._src.pallas.mosaic.interpret import race_detection_state as detector
 from jax.experimental.pallas import tpu as pltpu
 
-MODES = ("on_wait", "eager")                  # a missing wait shows in the first, a slot overwritten too early in the second
-MESSAGES = 3                                  # of each kind that are kept
+MODES = ("on_wait", "eager")  # the first shows a missing wait, the second a slot overwritten too early
+MESSAGES = 3  # of each kind that are kept
 
 
 def interpret_params() -> pltpu.InterpretParams:
-    """Race detection on, memory NaN until it is written. When copies are carried out is said to `watch`: one compiled kernel
-    serves both modes."""
+    """Race detection on, memory NaN until it is written. When copies are carried out is said to `watch`: one
+    compiled kernel serves both modes.
+    """
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 @dataclass
 class Findings:
     """Of all kernels run inside one `watch`."""
+
     races: int = 0
-    semaphores: int = 0                       # semaphores found above zero at a kernel's exit
+    semaphores: int = 0  # semaphores found above zero at a kernel's exit
     messages: list[str] = field(default_factory=list)
 
 
@@ -71,8 +74,8 @@ class History:
 
     def race_with(self, clock: np.ndarray, where: tuple) -> tuple | None:
         """The first access that is neither before nor after `clock`, and overlaps."""
-        clocks = self.clocks[:len(self.accesses)]
-        ordered = (clocks <= clock).all(1) ^ (clocks >= clock).all(1)            # equal clocks: both, so no order
+        clocks = self.clocks[: len(self.accesses)]
+        ordered = (clocks <= clock).all(1) ^ (clocks >= clock).all(1)  # equal clocks: both, so no order
         for i in np.flatnonzero(~ordered):
             if detector._ranges_overlap(where, self.accesses[i][0]):
                 return self.accesses[i]
@@ -108,6 +111,7 @@ def _access(kind: str, key: tuple, access: tuple) -> str:
 
 class Memory(machine.memory.SharedMemory):
     """The interpreter's memory, with the mode of the moment instead of the one it was compiled with."""
+
     mode = MODES[0]
 
     def __init__(self, *args, **kwargs):

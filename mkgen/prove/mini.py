@@ -1,6 +1,8 @@
-"""A small model out of the same spec, by rules on sizes alone: every kind, at least two turns of the loop nest, every factor of
-the mesh that is one, narrow and padded widths, blocks, tiles and experts in small numbers. It is for interpret mode only.
+"""A small model out of the same spec, by rules on sizes alone: every kind, at least two turns of the loop nest,
+every factor of the mesh that is one, narrow and padded widths, blocks, tiles and experts in small numbers. It
+is for interpret mode only.
 """
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,18 +16,18 @@ from mkgen.spec.validate import validate
 from mkgen.spec.yaml_lines import Where
 from mkgen.targets import load_target
 
-HIDDEN = 256                                  # not counting what is over the last whole 128
-HEAD = 32                                     # features of a head
-HEADS = 3                                     # of a rank: odd, as a padded count has to be
-LATENT = 144, 16                              # cached latent and shared key: they meet inside a block of 128
-RANK = 20                                     # a rank's columns of a low-rank projection
-WIDE = 128                                    # a rank's columns of a wide one, not counting what is over 128
-EXPERT_INPUT = 288                            # one whole 256-deep product and a rest of one group of scales
-EXPERT_WIDTH = 96                             # a rank's
-LOCAL_EXPERTS = {1: 16, 2: 8}                 # by expert parallelism: few enough for small images, many enough for idle ranks
-VOCAB = 552                                   # a rank's: more blocks of the head than the ring is deep
+HIDDEN = 256  # not counting what is over the last whole 128
+HEAD = 32  # features of a head
+HEADS = 3  # of a rank: odd, as a padded count has to be
+LATENT = 144, 16  # cached latent and shared key: they meet inside a block of 128
+RANK = 20  # a rank's columns of a low-rank projection
+WIDE = 128  # a rank's columns of a wide one, not counting what is over 128
+EXPERT_INPUT = 288  # one whole 256-deep product and a rest of one group of scales
+EXPERT_WIDTH = 96  # a rank's
+LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
+VOCAB = 552  # a rank's: more blocks of the head than the ring is deep
 TILE, TILES = 16, 4
-BLOCK_KIB = 72                                # one [288, 128] block
+BLOCK_KIB = 72  # one [288, 128] block
 
 
 def mini_spec(spec: Spec) -> Spec:
@@ -43,18 +45,30 @@ def _build(spec: Spec) -> Build:
     mesh = {name: min(size, 2) for name, size in old.mesh.items()}
     both = old.expert_parallel > 1 and old.tensor_parallel > 1
     ranks = _product(mesh)
-    if both and ranks == 2:                   # one factor must carry both kinds of parallelism
+    if both and ranks == 2:  # one factor must carry both kinds of parallelism
         mesh = {name: 4 if size == 2 else size for name, size in mesh.items()}
         ranks = 4
     tensor = 1 if old.tensor_parallel == 1 else 2 if both else ranks
     most = max(old.rows)
-    return replace(old, mesh=mesh, expert_parallel=ranks // tensor, tensor_parallel=tensor, block_kib=BLOCK_KIB,
-                   rows=tuple(sorted({1, min(most, 4)})), context=TILES * TILE, kv_tile=TILE, ring_depth=min(old.ring_depth, 3),
-                   expert_slots=2, kv_slots=min(old.kv_slots, 4))
+    return replace(
+        old,
+        mesh=mesh,
+        expert_parallel=ranks // tensor,
+        tensor_parallel=tensor,
+        block_kib=BLOCK_KIB,
+        rows=tuple(sorted({1, min(most, 4)})),
+        context=TILES * TILE,
+        kv_tile=TILE,
+        ring_depth=min(old.ring_depth, 3),
+        expert_slots=2,
+        kv_slots=min(old.kv_slots, 4),
+    )
 
 
 def _real_mesh(build: Build) -> dict[str, int]:
-    """As many ranks as the mini has, on a mesh that the chip comes in: the mini's own need not exist, only its ranks count."""
+    """As many ranks as the mini has, on a mesh that the chip comes in: the mini's own need not exist, only its
+    ranks count.
+    """
     target, left, mesh = load_target(build.chip), build.ranks, {}
     for name, most in (("core", target.cores_per_chip), ("chip", target.chips_per_host), ("host", target.max_hosts)):
         mesh[name] = max(n for n in range(1, most + 1) if left % n == 0)
@@ -67,12 +81,24 @@ def _model(spec: Spec, build: Build) -> Model:
     mixer, ffn = _columns(old)
     runs = tuple(Run(*run) for run in zip(schedule.expand(mixer), schedule.expand(ffn)))
     mixers = {name: _MIXERS[type(kind)](kind, spec.build.ranks, build.ranks) for name, kind in old.mixers.items()}
-    ffns = {name: _mlp(kind, spec.build, build) if isinstance(kind, Mlp) else _moe(kind, spec.build, build)
-            for name, kind in old.ffns.items()}
+    ffns = {
+        name: _mlp(kind, spec.build, build) if isinstance(kind, Mlp) else _moe(kind, spec.build, build)
+        for name, kind in old.ffns.items()
+    }
     residual = old.residual if old.residual.kind == "add" else replace(old.residual, block=_block(runs))
-    return replace(old, hidden=like(old.hidden, HIDDEN), vocab=min(old.vocab, build.ranks * VOCAB - 3), layers=len(runs),
-                   mixer=schedule.to_text(mixer), ffn=schedule.to_text(ffn), mixers=mixers, ffns=ffns, schedule=runs,
-                   residual=residual, parameters=None)
+    return replace(
+        old,
+        hidden=like(old.hidden, HIDDEN),
+        vocab=min(old.vocab, build.ranks * VOCAB - 3),
+        layers=len(runs),
+        mixer=schedule.to_text(mixer),
+        ffn=schedule.to_text(ffn),
+        mixers=mixers,
+        ffns=ffns,
+        schedule=runs,
+        residual=residual,
+        parameters=None,
+    )
 
 
 def like(width: int, small: int) -> int:
@@ -86,7 +112,8 @@ def sharded(width: int, old_ranks: int, ranks: int, small: int) -> int:
     return ranks * (local if local <= small else small + (local % 128 if small % 128 == 0 else 0))
 
 
-# -- the schedule ---------------------------------------------------------------------------------------------------------
+# -- the schedule ----------------------------------------------------------------------------------------------
+
 
 def _columns(model: Model) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Both columns with every count cut to two, then brought to one length and at least two layers."""
@@ -112,16 +139,19 @@ def _lengthen(items: tuple[Item, ...], layers: int) -> tuple[Item, ...]:
 
 
 def _block(runs: tuple[Run, ...]) -> int:
-    """A block of the residual that opens at least twice, if there are layers for it, and only where a mixer stands."""
+    """A block of the residual that opens at least twice, if there are layers for it, and only where a mixer
+    stands.
+    """
     sizes = range(max(1, len(runs) // 2), 0, -1)
     return next((b for b in sizes if all(run.mixer for run in runs[::b])), 1)
 
 
-# -- kinds ----------------------------------------------------------------------------------------------------------------
+# -- kinds -----------------------------------------------------------------------------------------------------
+
 
 def _gqa(a: Gqa, old_ranks: int, ranks: int) -> Gqa:
     head, group = min(a.head_dim, HEAD), a.heads // a.kv_heads
-    if a.kv_heads < old_ranks:                # several ranks share a KV head: two of them do, if there are two
+    if a.kv_heads < old_ranks:  # several ranks share a KV head: two of them do, if there are two
         kv_heads = max(1, ranks // 2)
         heads = ranks * min(a.heads // old_ranks, HEADS)
     else:
@@ -137,14 +167,25 @@ def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
     rope: Rope | None = a.rope
     if rope is not None and rope.width is not None:
         rope = replace(rope, width=min(rope.width, LATENT[1]))
-    return replace(a, heads=ranks * min(a.heads // old_ranks, HEADS), q_rank=sharded(a.q_rank, old_ranks, ranks, RANK),
-                   kv_rank=min(a.kv_rank, LATENT[0]), nope_dim=min(a.nope_dim, HEAD), rope_dim=min(a.rope_dim, LATENT[1]),
-                   v_dim=min(a.v_dim, HEAD), rope=rope)
+    return replace(
+        a,
+        heads=ranks * min(a.heads // old_ranks, HEADS),
+        q_rank=sharded(a.q_rank, old_ranks, ranks, RANK),
+        kv_rank=min(a.kv_rank, LATENT[0]),
+        nope_dim=min(a.nope_dim, HEAD),
+        rope_dim=min(a.rope_dim, LATENT[1]),
+        v_dim=min(a.v_dim, HEAD),
+        rope=rope,
+    )
 
 
 def _kda(a: Kda, old_ranks: int, ranks: int) -> Kda:
-    return replace(a, heads=ranks * min(a.heads // old_ranks, HEADS), head_dim=min(a.head_dim, HEAD),
-                   decay_rank=min(a.decay_rank, HEAD))
+    return replace(
+        a,
+        heads=ranks * min(a.heads // old_ranks, HEADS),
+        head_dim=min(a.head_dim, HEAD),
+        decay_rank=min(a.decay_rank, HEAD),
+    )
 
 
 def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
@@ -155,9 +196,14 @@ def _moe(f: Moe, old: Build, new: Build) -> Moe:
     local = min(f.experts // old.expert_parallel, LOCAL_EXPERTS.get(new.expert_parallel, 4))
     experts = local * new.expert_parallel
     shared = sharded(f.shared_width, old.ranks, new.ranks, WIDE) if f.shared_width else 0
-    return replace(f, experts=experts, top_k=min(f.top_k, 4, experts), shared_width=shared,
-                   width=new.tensor_parallel * min(f.width // old.tensor_parallel, EXPERT_WIDTH),
-                   latent=min(f.latent, EXPERT_INPUT))
+    return replace(
+        f,
+        experts=experts,
+        top_k=min(f.top_k, 4, experts),
+        shared_width=shared,
+        width=new.tensor_parallel * min(f.width // old.tensor_parallel, EXPERT_WIDTH),
+        latent=min(f.latent, EXPERT_INPUT),
+    )
 
 
 _MIXERS = {Gqa: _gqa, Mla: _mla, Kda: _kda}

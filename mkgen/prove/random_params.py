@@ -1,10 +1,11 @@
 """Random weights of any graph, the same in every process: what the kernel is proven on.
 
-Products keep the size of what they multiply, gates and decays fall where they are neither open nor shut, router logits lie far
-apart. Keys resemble queries of the same width: a normed head that has seen one token otherwise hangs on the sign of a dot near
-zero, and rounding would decide it. Every value is exact in the format that it is stored in, so that kernel and reference see
-the same numbers.
+Products keep the size of what they multiply, gates and decays fall where they are neither open nor shut, router
+logits lie far apart. Keys resemble queries of the same width: a normed head that has seen one token otherwise
+hangs on the sign of a dot near zero, and rounding would decide it. Every value is exact in the format that it
+is stored in, so that kernel and reference see the same numbers.
 """
+
 from __future__ import annotations
 
 import math
@@ -18,15 +19,17 @@ from mkgen.graph.ir import LayerGraph, Weight
 from mkgen.pack.formats import GROUP, ONE, VALUES, dequantise_mxfp4
 from mkgen.spec.model import Spec
 
-CODE_SIZE = float(np.sqrt(np.mean(VALUES ** 2)))          # of an fp4 value, all codes alike
+CODE_SIZE = float(np.sqrt(np.mean(VALUES**2)))  # of an fp4 value, all codes alike
 ROUTER_SPREAD = 1.5
 EMBEDDED = 1.0
-OUTPUT = 0.5                                              # what goes back to the residual stream: it fades, so roundings do
-OUTPUTS = ("o", "down", "shared_down", "latent_up")       # the roles that bring it there
+OUTPUT = 0.5  # what goes back to the residual: it fades, so roundings do
+OUTPUTS = ("o", "down", "shared_down", "latent_up")  # the roles that bring it there
 
 
 class RandomParams:
-    """Logical weights as `reference.evaluate.Params` wants them, float32; `.expert_mxfp4` for experts that are stored so."""
+    """Logical weights as `reference.evaluate.Params` wants them, float32; `.expert_mxfp4` for experts that are
+    stored so.
+    """
 
     def __init__(self, graph: LayerGraph, seed: int, spec: Spec):
         self.graph, self.seed = graph, seed
@@ -74,24 +77,30 @@ class RandomParams:
         """The query weights that these key weights resemble: of the same kind and width."""
         kind, _, role = weight.name.rpartition(".")
         twin = {"k": "q", "k_conv": "q_conv"}.get(role)
-        return next((w for w in self._weights if w.name == f"{kind}.{twin}" and w.shape == weight.shape), None) if twin else None
+        return (
+            next((w for w in self._weights if w.name == f"{kind}.{twin}" and w.shape == weight.shape), None)
+            if twin
+            else None
+        )
 
     def _draw(self, weight: Weight, rng: np.random.Generator) -> np.ndarray:
         role = weight.name.rpartition(".")[2]
-        if weight.assemble == "exp":                       # exp(A_log), A_log the logarithm of 1 .. 16
+        if weight.assemble == "exp":  # exp(A_log), A_log the logarithm of 1 .. 16
             return np.exp(rng.uniform(0, math.log(16), weight.shape))
         if role == "dt_bias":
             return rng.uniform(-3, 0.5, weight.shape)
         if role == "router_bias":
             return rng.uniform(-0.1, 0.1, weight.shape)
-        if weight.assemble == "vector":                    # norms
+        if weight.assemble == "vector":  # norms
             return 1 + 0.1 * rng.standard_normal(weight.shape)
         w = rng.standard_normal(weight.shape)
-        if weight.assemble == "taps":                      # mostly the newest input
+        if weight.assemble == "taps":  # mostly the newest input
             return 0.3 * w + np.eye(len(w))[-1][:, None]
         if weight.assemble == "rows":
             return EMBEDDED * w
-        return w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else OUTPUT if role in OUTPUTS else 1)
+        return (
+            w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else OUTPUT if role in OUTPUTS else 1)
+        )
 
 
 def _bf16(w: np.ndarray) -> np.ndarray:

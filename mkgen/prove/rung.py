@@ -1,4 +1,5 @@
 """One line of the proof."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,11 +8,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Rung:
     """name, what was compared, how far off; error and bound are None where the answer is yes or no."""
+
     name: str
     compared: str
     error: float | None
     bound: float | None
-    verdict: str                              # pass | fail | skipped
+    verdict: str  # pass | fail | skipped
     reason: str = ""
 
     def as_dict(self) -> dict:

@@ -1,8 +1,10 @@
 """What the proof decodes: sequences just before a tile's edge, and what the reference makes of them.
 
-Four rows (as many as the variant has): one a token before the end of its first tile, one before the end of its second, one
-inactive, one at position 0. In the last step the first row is alone, so that some rank may be left without an expert.
+Four rows (as many as the variant has): one a token before the end of its first tile, one before the end of its
+second, one inactive, one at position 0. In the last step the first row is alone, so that some rank may be left
+without an expert.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -13,22 +15,25 @@ from mkgen.graph.ir import LayerGraph
 from mkgen.reference.evaluate import Decoder, Params
 from mkgen.spec.model import Spec
 
-CANDIDATES = 16                               # tokens that are tried for a row, for wide router gaps and idle ranks
-GAP_NOISE = 0.01                              # of a router score: bf16 may turn a choice that is closer
+CANDIDATES = 16  # tokens that are tried for a row, for wide router gaps and idle ranks
+GAP_NOISE = 0.01  # of a router score: bf16 may turn a choice that is closer
 
 
 @dataclass
 class Step:
-    tokens: np.ndarray                        # int32 [rows]
-    positions: np.ndarray                     # int32 [rows], -1: inactive
-    logits: np.ndarray                        # float32 [rows, vocab]
-    chosen: list[np.ndarray]                  # per layer with a router: bool [rows, experts]
-    gap: np.ndarray                           # [rows]: the closest call of any router in this step; inf where there is none
+    tokens: np.ndarray  # int32 [rows]
+    positions: np.ndarray  # int32 [rows], -1: inactive
+    logits: np.ndarray  # float32 [rows, vocab]
+    chosen: list[np.ndarray]  # per layer with a router: bool [rows, experts]
+    gap: np.ndarray  # [rows]: the closest call of any router; inf where there is none
 
 
 @dataclass
 class Scenario:
-    """written: tokens each row has seen before the first step. states: before the first step, and after each step."""
+    """written: tokens each row has seen before the first step. states: before the first step, and after each
+    step.
+    """
+
     rows: int
     context: int
     written: list[int]
@@ -41,10 +46,12 @@ class Scenario:
 
     def row(self, row: int) -> Scenario:
         """The same for one row alone: rows do not see each other."""
+
         def cut(s: Step) -> Step:
             one = slice(row, row + 1)
             return Step(s.tokens[one], s.positions[one], s.logits[one], [c[one] for c in s.chosen], s.gap[one])
-        states = [{n: s[:, row:row + 1] for n, s in states.items()} for states in self.states]
+
+        states = [{n: s[:, row : row + 1] for n, s in states.items()} for states in self.states]
         return Scenario(1, self.context, [self.written[row]], states, [cut(s) for s in self.steps])
 
 
@@ -61,7 +68,9 @@ def run_reference(graph: LayerGraph, params: Params, spec: Spec, steps: int, see
     parts = spec.build.expert_parallel
     for n in range(steps):
         alone = n == steps - 1 and steps > 2
-        positions = np.array([-1 if row == 2 or alone and row else count + n for row, count in enumerate(written)], np.int32)
+        positions = np.array(
+            [-1 if row == 2 or alone and row else count + n for row, count in enumerate(written)], np.int32
+        )
         tokens = _choose(decoder, positions, rng, vocab, parts, same=n == 0)
         logits = decoder.step(tokens, positions)
         chosen = [c for _, _, c, _ in decoder.notes]
@@ -73,24 +82,25 @@ def run_reference(graph: LayerGraph, params: Params, spec: Spec, steps: int, see
 
 
 def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool) -> np.ndarray:
-    """A token for each row, out of a few: first those without a close call, then those that leave most ranks idle, in company with
-    the rows before. `same`: the second row takes the first one's token."""
+    """A token for each row, out of a few: first those without a close call, then those that leave most ranks
+    idle, in company with the rows before. `same`: the second row takes the first one's token.
+    """
     tokens, busy = rng.integers(0, vocab, decoder.rows), None
     if vocab > 1:
-        tokens[positions < 0] = 1                                     # no token of an inactive row is looked up
+        tokens[positions < 0] = 1  # no token of an inactive row is looked up
     for row in np.flatnonzero(positions >= 0):
         tried = rng.permutation(vocab)[:CANDIDATES] if vocab >= CANDIDATES else rng.integers(0, vocab, CANDIDATES)
         if same and row == 1:
             tried = tokens[:1]
         notes = _try(decoder, row, int(positions[row]), tried)
-        if same and row == 0 and notes and positions[1:2] >= 0:      # a wide gap for both
+        if same and row == 0 and notes and positions[1:2] >= 0:  # a wide gap for both
             other = _try(decoder, 1, int(positions[1]), tried)
             notes = [(c, np.minimum(g, h)) for (c, g), (_, h) in zip(notes, other)]
         if not notes:
             tokens[row] = tried[0]
             continue
         gap = np.min([g for _, g in notes], axis=0)
-        groups = np.stack([c.reshape(len(tried), parts, -1).any(-1) for c, _ in notes], 1)      # [tried, layers, parts]
+        groups = np.stack([c.reshape(len(tried), parts, -1).any(-1) for c, _ in notes], 1)  # [tried, layers, parts]
         together = groups if busy is None else groups | busy
         idle = (~together).sum((1, 2))
         best = max(range(len(tried)), key=lambda i: (gap[i] >= GAP_NOISE, idle[i], gap[i]))
@@ -99,15 +109,17 @@ def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool
 
 
 def _try(decoder: Decoder, row: int, position: int, tokens: np.ndarray):
-    """The routing of one more step of `row`, for each of `tokens` in its place: [(chosen [tokens, experts], gap [tokens])] a layer."""
+    """The routing of one more step of `row`, for each of `tokens` in its place: [(chosen [tokens, experts], gap
+    [tokens])] a layer.
+    """
     rows, parts = decoder.rows, []
-    for at in range(0, len(tokens), rows):                            # as many at a time as are compiled for anyway
-        some = np.resize(tokens[at:at + rows], rows)
+    for at in range(0, len(tokens), rows):  # as many at a time as are compiled for anyway
+        some = np.resize(tokens[at : at + rows], rows)
         trial = Decoder(decoder.graph, decoder.params, rows, decoder.context)
-        trial.states = {n: np.repeat(s[:, row:row + 1], rows, axis=1) for n, s in decoder.states.items()}
+        trial.states = {n: np.repeat(s[:, row : row + 1], rows, axis=1) for n, s in decoder.states.items()}
         trial.step(some, np.full(rows, position))
         parts.append([(chosen, gap) for _, _, chosen, gap in trial.notes])
-    return [tuple(np.concatenate(x)[:len(tokens)] for x in zip(*layer)) for layer in zip(*parts)]
+    return [tuple(np.concatenate(x)[: len(tokens)] for x in zip(*layer)) for layer in zip(*parts)]
 
 
 def _copy(states: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,8 +1,10 @@
-"""A sequence's states between their two forms: the logical arrays of the reference, and each rank's arrays in HBM.
+"""A sequence's states between their two forms: the logical arrays of the reference, and each rank's arrays in
+HBM.
 
-Logical: [layers of the kind, rows, (context,) *shape], float32. On a rank: as `plan.buffers` says, heads shared out, tokens two
-to a word, features in blocks of 128. What no active token has written is NaN there.
+Logical: [layers of the kind, rows, (context,) *shape], float32. On a rank: as `plan.buffers` says, heads shared
+out, tokens two to a word, features in blocks of 128. What no active token has written is NaN there.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,17 +18,20 @@ from mkgen.plan.plan import Plan
 from mkgen.plan.shard import unit_range
 from mkgen.plan.tape import LANES
 
-NAN_WORD = 0xFFFFFFFF                         # two bf16 NaNs
+NAN_WORD = 0xFFFFFFFF  # two bf16 NaNs
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one state. `local`: which of the last axes' logical features a rank holds, as an index array for each place (-1: none)."""
+    """Of one state. `local`: which of the last axes' logical features a rank holds, as an index array for each
+    place (-1: none).
+    """
+
     name: str
     op: Op
-    shape: tuple[int, ...]                    # of the rank's array, [layers, ...]
+    shape: tuple[int, ...]  # of the rank's array, [layers, ...]
     positional: bool
-    local: Callable[[int], np.ndarray]        # rank -> flat logical feature of each local feature
+    local: Callable[[int], np.ndarray]  # rank -> flat logical feature of each local feature
 
 
 def layouts(plan: Plan, rows: int) -> list[Layout]:
@@ -41,7 +46,9 @@ def layouts(plan: Plan, rows: int) -> list[Layout]:
 
 
 def to_kernel(layout: Layout, logical: np.ndarray, written: list[int], rank: int) -> np.ndarray:
-    """logical [layers, rows, ...] -> the rank's array, f32 or u32. written: tokens that row has seen (0: all NaN)."""
+    """logical [layers, rows, ...] -> the rank's array, f32 or u32. written: tokens that row has seen (0: all
+    NaN).
+    """
     local = layout.local(rank)
     layers, rows = logical.shape[:2]
     if not layout.positional:
@@ -61,12 +68,14 @@ def to_kernel(layout: Layout, logical: np.ndarray, written: list[int], rank: int
 
 
 def to_logical(layout: Layout, arrays: list[np.ndarray], logical_shape: tuple[int, ...]) -> tuple[np.ndarray, bool]:
-    """Each rank's array -> ([layers, rows, ...] float32, whether ranks that hold the same features hold the same bits)."""
+    """Each rank's array -> ([layers, rows, ...] float32, whether ranks that hold the same features hold the
+    same bits).
+    """
     out, same = None, True
     for rank, array in enumerate(arrays):
         local = layout.local(rank)
         if layout.positional:
-            halves = np.ascontiguousarray(array)[..., None].view(np.uint16)              # [L, R, blocks, T / 2, 128, 2]
+            halves = np.ascontiguousarray(array)[..., None].view(np.uint16)  # [L, R, blocks, T / 2, 128, 2]
             x = halves.transpose(0, 1, 3, 5, 2, 4).reshape(*array.shape[:2], -1, local.size)
             x = np.ascontiguousarray(x).view(bfloat16).astype(np.float32)
         else:
@@ -85,10 +94,10 @@ def to_logical(layout: Layout, arrays: list[np.ndarray], logical_shape: tuple[in
 
 def _from_rows(layout: Layout, x: np.ndarray) -> np.ndarray:
     """x [layers, rows, local features] -> the rank's own order of axes, rows padded with NaN."""
-    if layout.op.kind == "short_conv":                                                  # [layers, taps - 1, 8, width]
+    if layout.op.kind == "short_conv":  # [layers, taps - 1, 8, width]
         layers, taps, padded, width = layout.shape
         out = np.full(layout.shape, np.nan, np.float32)
-        out[:, :, :x.shape[1]] = x.reshape(layers, x.shape[1], taps, width).swapaxes(1, 2)
+        out[:, :, : x.shape[1]] = x.reshape(layers, x.shape[1], taps, width).swapaxes(1, 2)
         return out
     return np.ascontiguousarray(x.reshape(layout.shape), np.float32)
 
@@ -99,7 +108,8 @@ def _to_rows(layout: Layout, array: np.ndarray, rows: int) -> np.ndarray:
     return array.reshape(array.shape[0], rows, -1)
 
 
-# -- which features a rank holds ------------------------------------------------------------------------------------------
+# -- which features a rank holds -------------------------------------------------------------------------------
+
 
 def _blocks(width: int) -> int:
     return -(-width // LANES) * LANES
@@ -107,12 +117,14 @@ def _blocks(width: int) -> int:
 
 def _gqa(op, ranks: int) -> Callable[[int], np.ndarray]:
     """Per local KV head: K, then V, each padded to whole blocks."""
+
     def local(rank: int) -> np.ndarray:
         first, last = unit_range(op.kv_heads, ranks, rank)
         out = np.full((last - first, 2, _blocks(op.head_dim)), -1)
         feature = np.arange(2 * op.kv_heads * op.head_dim).reshape(2, op.kv_heads, op.head_dim)
-        out[:, :, :op.head_dim] = feature[:, first:last].swapaxes(0, 1)
+        out[:, :, : op.head_dim] = feature[:, first:last].swapaxes(0, 1)
         return out.reshape(-1)
+
     return local
 
 
@@ -126,6 +138,7 @@ def _mla(op, ranks: int) -> Callable[[int], np.ndarray]:
 
 def _window(op, ranks: int) -> Callable[[int], np.ndarray]:
     """Tap by tap, the local heads of each input side by side."""
+
     def local(rank: int) -> np.ndarray:
         at, columns = 0, []
         for x in op.xs:
@@ -135,16 +148,18 @@ def _window(op, ranks: int) -> Callable[[int], np.ndarray]:
             at += x.width
         columns = np.concatenate(columns)
         return (np.arange(op.taps - 1)[:, None] * at + columns).reshape(-1)
+
     return local
 
 
 def _matrix(op, ranks: int) -> Callable[[int], np.ndarray]:
     """The local heads' matrices."""
-    size = op.head_dim ** 2
+    size = op.head_dim**2
 
     def local(rank: int) -> np.ndarray:
         first, last = unit_range(op.heads, ranks, rank)
         return np.arange(first * size, last * size)
+
     return local
 
 

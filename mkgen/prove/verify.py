@@ -1,4 +1,7 @@
-"""`mkgen verify`: a mini of the spec, its kernel against the reference, on virtual devices in a process of its own."""
+"""`mkgen verify`: a mini of the spec, its kernel against the reference, on virtual devices in a process of its
+own.
+"""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +14,7 @@ from mkgen.prove.mini import mini_spec
 from mkgen.prove.rung import Rung
 from mkgen.spec.model import Spec
 
-SECONDS = 1200                                # a kernel that waits for ever is given up
+SECONDS = 1200  # a kernel that waits for ever is given up
 
 
 def verify_spec(spec: Spec, progress: bool = False) -> list[Rung]:
@@ -22,23 +25,40 @@ def verify_spec(spec: Spec, progress: bool = False) -> list[Rung]:
     mini = mini_spec(spec)
     worker = [sys.executable, "-m", "mkgen.prove.worker_verify"]
     try:
-        done = subprocess.run(worker, input=pickle.dumps(mini), stdout=subprocess.PIPE, env=environment(mini.build.ranks),
-                              stderr=None if progress else subprocess.PIPE, timeout=SECONDS)
+        done = subprocess.run(
+            worker,
+            input=pickle.dumps(mini),
+            stdout=subprocess.PIPE,
+            env=environment(mini.build.ranks),
+            stderr=None if progress else subprocess.PIPE,
+            timeout=SECONDS,
+        )
     except subprocess.TimeoutExpired:
         return [Rung("run", "the mini kernel, step by step", None, None, "fail", f"no answer in {SECONDS} s")]
     if done.returncode:
         said = "(see above)" if progress else done.stderr.decode(errors="replace").strip()[-2000:]
-        return [Rung("run", "the mini kernel, step by step", None, None, "fail", f"exit code {done.returncode}: {said}")]
+        return [
+            Rung("run", "the mini kernel, step by step", None, None, "fail", f"exit code {done.returncode}: {said}")
+        ]
     return [Rung(**rung) for rung in json.loads(done.stdout)]
 
 
 def environment(devices: int) -> dict[str, str]:
     """For a process with that many virtual devices: each one blocks a thread of XLA's pool, hence NPROC."""
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f and "excess_precision" not in f]
+    flags = [
+        f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f and "excess_precision" not in f
+    ]
     flags += [f"--xla_force_host_platform_device_count={devices}", "--xla_allow_excess_precision=false"]
     path = os.pathsep.join(p for p in sys.path if p)
-    return {**os.environ, "NPROC": str(max(64, 2 * devices)), "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": path}
+    return {
+        **os.environ,
+        "NPROC": str(max(64, 2 * devices)),
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": path,
+    }
 
 
 def verdict(rungs: list[Rung]) -> str:
@@ -52,6 +72,7 @@ def as_dict(rungs: list[Rung]) -> dict:
 
 def table(rungs: list[Rung]) -> str:
     """For a person: one line a rung, the reason of a fail or a skip beneath it."""
+
     def number(x: float | None) -> str:
         return "" if x is None else f"{x:.2g}"
 

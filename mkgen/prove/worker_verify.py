@@ -1,7 +1,9 @@
-"""The process that runs the proof: `python -m mkgen.prove.worker_verify`, a pickled spec on stdin, rungs as JSON on stdout.
+"""The process that runs the proof: `python -m mkgen.prove.worker_verify`, a pickled spec on stdin, rungs as
+JSON on stdout.
 
 A process of its own, because the number of virtual devices is fixed when JAX starts.
 """
+
 from __future__ import annotations
 
 import json
@@ -9,13 +11,13 @@ import pickle
 import sys
 import time
 
-STEPS = 3                                     # the second crosses the tile's edge; it is run in both modes
+STEPS = 3  # the second crosses the tile's edge; it is run in both modes
 SEED = 0
 
 
 def main() -> None:
     spec = pickle.load(sys.stdin.buffer)
-    out, sys.stdout = sys.stdout, sys.stderr   # stdout is for the result alone
+    out, sys.stdout = sys.stdout, sys.stderr  # stdout is for the result alone
     rungs = prove(spec)
     json.dump([r.as_dict() for r in rungs], out)
 
@@ -45,10 +47,14 @@ def prove(spec) -> list:
     whole = _timed(f"{most} rows, {late}", kernel.run, scenario, late, range(STEPS))
     rungs += all_rungs(plan, scenario, whole)
     good = all(r.verdict != "fail" for r in rungs)
-    start = whole.states[1] if good else None     # from the reference's states if the kernel's cannot be trusted
+    start = whole.states[1] if good else None  # from the reference's states if the kernel's cannot be trusted
     edge = _timed(f"{most} rows, {early}", kernel.run, scenario, early, range(1, 2), start)
     rungs += all_rungs(plan, scenario, edge)
-    rungs.append(same_bits(scenario, whole, edge) if good else Rung(f"{most} rows: both modes", "", None, None, "skipped", f"{late} failed"))
+    rungs.append(
+        same_bits(scenario, whole, edge)
+        if good
+        else Rung(f"{most} rows: both modes", "", None, None, "skipped", f"{late} failed")
+    )
     if most > 1 and min(spec.build.rows) == 1:
         alone = scenario.row(0)
         trace = _timed("1 row", Kernel(plan, module, operands, 1).run, alone, late, range(1))

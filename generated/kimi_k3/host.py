@@ -1,0 +1,260 @@
+"""kimi_k3, seen from the host: weights, state, and the jitted decode step over 32 devices.
+
+Written by `mkgen build`. A step decodes one token of each row, and gives the next:
+
+    mesh = make_mesh()
+    weights = load_weights("packed", mesh)  # what `mkgen pack` wrote
+    state = init_state(mesh, rows=1)
+    step = make_decode_step(mesh, rows=1)
+    tokens, logits, state = step(weights, state, tokens, positions)
+
+Over several hosts, call `jax.distributed.initialize()` first and run the same program on each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from . import kernel
+
+SPEC = {
+    "name": "kimi_k3",
+    "hidden": 7168,
+    "vocab": 163840,
+    "layers": 93,
+    "mesh": {"host": 4, "chip": 4, "core": 2},  # outermost first
+    "ranks": 32,  # devices, one core each
+    "rows": (1, 8),  # variants: sequences decoded side by side
+    "tokens": 1,  # of a row and step
+    "context": 4096,  # positions of a row
+}
+PLAN = {
+    "chip": "tpu7x",
+    "layout_hash": "88a5a077f609c534",  # of the packed weights that this module reads
+    "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
+    "ring_depth": 15,
+    "padding_fraction": 0.005763,  # of the bytes streamed in a step, at 1 rows
+    "vmem_bytes": {1: 56922112, 8: 62889472},  # by rows
+    "bytes_per_core": {1: 49053581312, 8: 50029346816},  # in HBM, by rows
+}
+RANKS = SPEC["ranks"]
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}  # values are rounded where they say so
+
+WEIGHTS = {  # u32 shape on one rank
+    "tape": (7092584, 128),
+    "experts": (10304, 8568, 128),
+    "embedding": (143360, 128),
+}
+# which axis of a state counts decode rows
+STATE_ROW_AXIS = {"kda_window": 2, "kda_matrix": 1, "mla_cache": 1}
+
+# ---- tables --------------------------------------------------------------------------------------
+
+# in the order of the kernel's switches
+KINDS = {"mixer": ["kda", "mla"], "ffn": ["dense", "moe"]}
+SCHEDULE = {  # the sub-layer of each layer
+    "mixer": 23 * (3 * ["kda"] + ["mla"]) + ["mla"],
+    "ffn": ["dense"] + 92 * ["moe"],
+}
+CHUNK_ROWS = {  # u32 rows of each chunk that a sub-layer reads
+    "begin": [],
+    "kda": [3864, 448] + 12 * [3584] + [64] + 3 * [3584],
+    "mla": [2328] + 3 * [3584] + [3472, 768, 768] + 3 * [3584],
+    "dense": [88] + 17 * [3584] + 8 * [3696],
+    "moe": [984, 3136, 8] + 3 * [3584] + [2688, 2688, 3168],
+    "end": [88] + 35 * [4096],
+}
+FACT_COLUMNS = {  # further data, one number a layer
+    "mixer_snapshots": np.repeat([0, 1, 2, 3, 4, 5, 6, 7, 8], [1, 12, 12, 12, 12, 12, 12, 12, 8]),
+    "ffn_snapshots": np.repeat([1, 2, 3, 4, 5, 6, 7, 8], [12, 12, 12, 12, 12, 12, 12, 9]),
+    "opens_block": 7 * ([1] + 11 * [0]) + [1] + 8 * [0],
+    "block": np.repeat([0, 1, 2, 3, 4, 5, 6, 7], [12, 12, 12, 12, 12, 12, 12, 9]),
+}
+
+def chunk_table():
+    """int32 [2 * chunks]: first row and rows of each chunk of the tape, in the order of use."""
+    order = [name for layer in zip(*SCHEDULE.values()) for name in layer if name]
+    rows = np.array([r for name in ("begin", *order, "end") for r in CHUNK_ROWS[name]], np.int32)
+    return np.stack([np.cumsum(rows) - rows, rows], axis=1).astype(np.int32).reshape(-1)
+
+def fact_table():
+    """int32 [layers * facts]: mixer, earlier layers that had it; ffn, likewise; FACT_COLUMNS."""
+    columns = []
+    for role, names in SCHEDULE.items():
+        kinds = KINDS[role]
+        columns.append([kinds.index(name) if name else len(kinds) for name in names])
+        columns.append([names[:layer].count(name) for layer, name in enumerate(names)])
+    return np.stack([*columns, *FACT_COLUMNS.values()], axis=1).astype(np.int32).reshape(-1)
+
+CHUNKS, FACTS = chunk_table(), fact_table()
+
+# ---- mesh, weights, state ------------------------------------------------------------------------
+
+def make_mesh(devices=None):
+    """Mesh of 32 devices, axis "tp": rank r is the r-th of `devices` (None: of jax.devices()).
+
+    ValueError if there are too few, or if the given ones are not exactly that many."""
+    found = jax.devices()[:RANKS] if devices is None else list(devices)
+    if len(found) != RANKS:
+        raise ValueError(f"{SPEC['name']} needs {RANKS} devices {SPEC['mesh']}, got {len(found)}")
+    return Mesh(np.array(found), ("tp",))
+
+def over_ranks(name_shapes, mesh):
+    """name -> global ShapeDtypeStruct of arrays that each rank holds a part of, along axis 0."""
+    sharding = mesh and NamedSharding(mesh, P("tp"))
+    return {
+        name: jax.ShapeDtypeStruct((RANKS * shape[0], *shape[1:]), dtype, sharding=sharding)
+        for name, (shape, dtype) in name_shapes.items()
+    }
+
+def weight_shapes(mesh=None):
+    """name -> ShapeDtypeStruct, uint32 [ranks * a rank's rows, ...]; sharded if a mesh is given."""
+    return over_ranks({name: (shape, jnp.uint32) for name, shape in WEIGHTS.items()}, mesh)
+
+def state_shapes(rows, mesh=None):
+    """name -> ShapeDtypeStruct, [ranks * layers of its kind, ...]; sharded if a mesh is given.
+
+    ValueError if the module has no variant of `rows` rows."""
+    if rows not in SPEC["rows"]:
+        raise ValueError(f"rows={rows}: this module was built for rows in {SPEC['rows']}")
+    return over_ranks({name: (s.shape, s.dtype) for name, s in kernel.states(rows).items()}, mesh)
+
+def load_weights(directory, mesh):
+    """What `mkgen pack` wrote to `directory` -> name -> global array, as `weight_shapes` says.
+
+    Each process reads <name>.<rank>.npy of its own devices only. ValueError if the weights have
+    another layout (which includes the mesh), lack a rank, or a file has another shape."""
+    directory = Path(directory)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    if manifest["layout_hash"] != PLAN["layout_hash"]:
+        raise ValueError(
+            f"{directory} holds {manifest['model']} in layout {manifest['layout_hash']}; this reads"
+            f" {SPEC['name']} in {PLAN['layout_hash']}: pack for the spec it was built from"
+        )
+
+    def read(name, index):
+        shape = WEIGHTS[name]
+        rank = (index[0].start or 0) // shape[0]
+        if rank not in manifest["ranks"]:
+            raise ValueError(f"{directory} holds ranks {manifest['ranks']}, rank {rank} is missing")
+        path = directory / f"{name}.{rank}.npy"
+        part = np.load(path, mmap_mode="r")
+        if (part.shape, part.dtype) != (shape, np.uint32):
+            raise ValueError(f"{path}: {part.dtype}{list(part.shape)}, not uint32{list(shape)}")
+        return part
+
+    return {
+        name: jax.make_array_from_callback(s.shape, s.sharding, functools.partial(read, name))
+        for name, s in weight_shapes(mesh).items()
+    }
+
+def init_state(mesh, rows):
+    """name -> global array of zeros, as `state_shapes` says, made on the devices."""
+    shapes = state_shapes(rows)
+    zeros = lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
+    return jax.jit(zeros, out_shardings=NamedSharding(mesh, P("tp")))()
+
+def reset_row(state, row):
+    """`state` with all that it keeps of decode row `row` zeroed. The state passed in is donated.
+
+    Never needed to begin a sequence: a row at position 0 starts clean. ValueError: no such row."""
+    rows = min(x.shape[STATE_ROW_AXIS[name]] for name, x in state.items())
+    if not 0 <= row < rows:
+        raise ValueError(f"row {row}: the state has rows 0 to {rows - 1}")
+    return {name: zero_row(x, STATE_ROW_AXIS[name], row) for name, x in state.items()}
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+def zero_row(x, axis, row):
+    return x.at[(slice(None),) * axis + (row,)].set(0)
+
+# ---- the step ------------------------------------------------------------------------------------
+
+def make_decode_step(mesh, rows, interpret=False):
+    """The step for `rows` rows on `mesh`: a `DecodeStep`. ValueError if there is no such variant.
+
+    interpret: True runs it without a TPU; or pltpu.InterpretParams."""
+    return DecodeStep(mesh, rows, pltpu.InterpretParams() if interpret is True else interpret)
+
+class DecodeStep:
+    """step(weights, state, tokens, positions) -> (next_tokens, logits, state); compiled once.
+
+    weights      from `load_weights`
+    state        from `init_state` or the step before; donated: the arrays passed in are gone
+    tokens       int32 [rows, 1]: token id of each row; NumPy's, or the step's before
+    positions    int32 [rows]: where the token stands, 0 to context - 1; -1: the row is inactive
+    next_tokens  int32 [rows, 1]: argmax of the logits, of equal ones the lowest id
+    logits       f32 [rows, ranks * share of the vocabulary], sharded over axis 1: `whole_logits`
+
+    A row at position 0 starts from clean state. An inactive row reads no experts, writes no state,
+    and its results mean nothing. ValueError, before anything runs: a position beyond the context, a
+    wrong shape or dtype. Positions are checked on the host: those of a device are waited for."""
+
+    def __init__(self, mesh, rows, interpret=False):
+        self.mesh, self.rows, self.interpret = mesh, rows, interpret
+        self.weights, self.state = weight_shapes(), state_shapes(rows)
+        split, whole, columns = P("tp"), P(), P(None, "tp")
+        ins, outs = (split, split, whole, whole), (whole, columns, split)
+        body = jax.shard_map(self.on_rank, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        self.jitted = jax.jit(
+            body,
+            donate_argnums=1,
+            compiler_options=COMPILER_OPTIONS,
+            in_shardings=tuple(NamedSharding(mesh, spec) for spec in ins),
+            out_shardings=tuple(NamedSharding(mesh, spec) for spec in outs),
+        )
+
+    def on_rank(self, weights, state, tokens, positions):
+        small = {"tokens": tokens.reshape(-1), "positions": positions}
+        tables = {"chunks": jnp.asarray(CHUNKS), "facts": jnp.asarray(FACTS)}
+        operands = {**small, **tables, **weights}
+        out, state = kernel.decode_call(self.rows, operands, state, self.interpret)
+        return out["token"][: self.rows, :1], out["logits"][: self.rows, : kernel.VOCAB_RUN], state
+
+    def __call__(self, weights, state, tokens, positions):
+        check_arrays("weights", weights, self.weights)
+        check_arrays("state", state, self.state)
+        check_array("tokens", tokens, (self.rows, 1), jnp.int32)
+        check_array("positions", positions, (self.rows,), jnp.int32)
+        check_positions(np.asarray(positions))
+        return self.jitted(weights, state, tokens, positions)
+
+    def lower(self):
+        """jax.stages.Lowered of the step: nothing runs, and `mesh` may be one of a TPU topology."""
+        return self.jitted.lower(*abstract_args(self.mesh, self.rows))
+
+def abstract_args(mesh, rows):
+    """(weights, state, tokens, positions) of a step as ShapeDtypeStructs with their shardings."""
+    whole = NamedSharding(mesh, P())
+    small = [jax.ShapeDtypeStruct(s, jnp.int32, sharding=whole) for s in ((rows, 1), (rows,))]
+    return weight_shapes(mesh), state_shapes(rows, mesh), *small
+
+def whole_logits(logits):
+    """A step's logits -> f32 [rows, vocab], whole on every device; padding columns are cut off."""
+    whole = NamedSharding(logits.sharding.mesh, P())
+    return jax.device_put(logits, whole)[:, : SPEC["vocab"]]
+
+def check_arrays(what, got, wanted):
+    if got.keys() != wanted.keys():
+        raise ValueError(f"{what} has the arrays {sorted(got)}, not {sorted(wanted)}")
+    for name, s in wanted.items():
+        check_array(f"{what} {name}", got[name], s.shape, s.dtype)
+
+def check_array(what, x, shape, dtype):
+    if getattr(x, "shape", None) != shape or x.dtype != dtype:
+        got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+        raise ValueError(f"{what}: {got}, not {np.dtype(dtype)}{list(shape)}")
+
+def check_positions(positions):
+    bad = (positions < -1) | (positions >= SPEC["context"])
+    if bad.any():
+        row, last = int(bad.argmax()), SPEC["context"] - 1
+        at = f"row {row} is at position {positions[row]}"
+        raise ValueError(f"{at}; it must be 0 to {last} (the context's last), or -1: inactive")

@@ -1,0 +1,1235 @@
+"""kimi_k3: one decode step as one Pallas program, for 32 tpu7x cores.
+
+Written by `mkgen build`; change the spec or the templates, not this file. Read it from the bottom:
+`decode_kernel` runs all 93 layers in one loop; a layer calls one function a sub-layer.
+
+Conventions. `m` holds every place: HBM arrays, VMEM buffers, SMEM tables, semaphores; `places` says
+what each is for. Weights lie on one tape of u32 rows in the order of their use; `g` counts the
+chunks of it that have been read. Chunk g waits in ring slot g mod RING_DEPTH; when it has been read
+for the last time, chunk g + RING_DEPTH is started into its slot. Activations are [8, width]: decode
+rows, padded to a sublane tile. bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or
+`round_bf16` says so. `layer` counts layers, `index` counts earlier layers of the same kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+f32, bf16, i32, u32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
+bitcast, async_copy = pltpu.bitcast, pltpu.make_async_copy
+
+LANES = 128
+ROWS_PADDED = 8
+LAYERS = 93
+RING_DEPTH = 15
+EMBED_WORDS = 28  # u32 rows of one token's embedding
+VOCAB_RUN = 5120  # tokens of the vocabulary on one rank
+FACTS = 8  # words a layer in the table m.facts:
+MIXER, MIXER_INDEX, FFN, FFN_INDEX = range(4)
+MIXER_SNAPSHOTS, FFN_SNAPSHOTS, OPENS_BLOCK, BLOCK = range(4, FACTS)
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+def lanes(start, width):
+    """A run of lanes that starts at a multiple of 128."""
+    return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, LANES), width)
+
+def dot(x, w):
+    """[8, k] x [k, n] -> [8, n], summed in f32."""
+    return jnp.dot(x, w, preferred_element_type=f32)
+
+def dot_t(x, w):
+    """[8, k] x [n, k] -> [8, n], summed in f32."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+
+def pad_lanes(x, width):
+    """Zero columns up to `width`."""
+    missing = width - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, missing))) if missing else x
+
+def pad_rows(x):
+    """Zero rows up to ROWS_PADDED."""
+    missing = ROWS_PADDED - x.shape[0]
+    return jnp.concatenate([x, jnp.zeros((missing, x.shape[1]), x.dtype)]) if missing else x
+
+def round_bf16(x):
+    """Rounded to bf16, kept as f32."""
+    return x.astype(bf16).astype(f32)
+
+def line(w, n):
+    """Rows of 128 lanes -> one lane vector [1, n]."""
+    return jnp.concatenate([w[j : j + 1] for j in range(-(-n // LANES))], axis=1)[:, :n]
+
+def rms_norm(x, w, eps):
+    """x * rsqrt(mean(x^2) + eps) * w; x [8, n] f32, w in rows of 128 lanes."""
+    return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps) * line(w, x.shape[1])
+
+def heads_of(x, head_dim):
+    return [x[:, i : i + head_dim] for i in range(0, x.shape[1], head_dim)]
+
+def norm_heads(x, w, eps):
+    """RMS norm of each head; w [1, head_dim] serves them all."""
+    heads = heads_of(x, w.shape[1])
+    scales = [lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + eps) for h in heads]
+    return jnp.concatenate([h * s * w for h, s in zip(heads, scales)], axis=1)
+
+def situ(gate, up, beta, linear_beta):
+    bounded = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate)
+    return bounded * (linear_beta * jnp.tanh(up / linear_beta))
+
+MIX_LANES = 1024  # of one trip: few enough for the registers
+
+def fold_lanes(x):
+    """[8, n] -> [8, 128]: the sum of its blocks of 128 lanes."""
+    x = pad_lanes(x, -(-x.shape[1] // LANES) * LANES)
+    return sum(x[:, j : j + LANES] for j in range(0, x.shape[1], LANES))
+
+def block_mixture(m, y, g, at, live, eps):
+    """y = softmax mixture of the first `live` snapshots and the running sum, bf16 [8, hidden].
+    score_i = (sum v_i w) rsqrt(mean v_i^2 + eps); w lies in chunk g from row `at` on."""
+    planes, width, rows = m.snapshots.shape[0], m.running.shape[1], -(-MIX_LANES // LANES)
+    parts = width // MIX_LANES
+
+    def values(i):
+        here = lanes(i * MIX_LANES, MIX_LANES)
+        # a snapshot that is not live is unwritten memory: the select keeps it out
+        old = [jnp.where(p < live, m.snapshots[p, :, here].astype(f32), 0.0) for p in range(planes)]
+        return [*old, m.running[:, here].astype(f32)]
+
+    def measure(i, sums):
+        w = tape_rows(m, g, pl.multiple_of(at + i * rows, 8), rows)
+        w, terms = line(bitcast(w, f32), MIX_LANES), zip(sums, values(i))
+        return [(a + fold_lanes(v * w), b + fold_lanes(v * v)) for (a, b), v in terms]
+
+    def score(weighed, squares):
+        mean = jnp.sum(squares, axis=1, keepdims=True) / width
+        return jnp.sum(weighed, axis=1, keepdims=True) * lax.rsqrt(mean + eps)
+
+    def mix(i, _):
+        mixed = sum(v * (e / total) for v, e in zip(values(i), weights))
+        y[:, lanes(i * MIX_LANES, MIX_LANES)] = mixed.astype(bf16)
+
+    none = jnp.zeros((ROWS_PADDED, LANES), f32)
+    *old, last = lax.fori_loop(0, parts, measure, [(none, none)] * (planes + 1))
+    scores = [jnp.where(p < live, score(*s), -jnp.inf) for p, s in enumerate(old)] + [score(*last)]
+    top = functools.reduce(jnp.maximum, scores)
+    weights = [jnp.exp(s - top) for s in scores]
+    total = sum(weights)
+    lax.fori_loop(0, parts, mix, None)
+
+def block_add(m, layer, x):
+    """running += x, [8, hidden] f32; where a block opens, x replaces running, its snapshot kept."""
+    opens, block = (m.facts[layer * FACTS + fact] for fact in (OPENS_BLOCK, BLOCK))
+
+    @pl.when(opens == 1)
+    def _():
+        m.snapshots[block] = m.running[...]
+
+    before = jnp.where(opens == 1, 0.0, m.running[...].astype(f32))
+    m.running[...] = (before + x).astype(bf16)
+
+# ---- rows, tokens --------------------------------------------------------------------------------
+
+def fill_positions(m):
+    """Positions as a column [8, 1], for selects by row; padding rows are inactive."""
+    row = lax.broadcasted_iota(i32, (ROWS_PADDED, 1), 0)
+    column = jnp.full((ROWS_PADDED, 1), -1, i32)
+    for r in range(m.rows):
+        column = jnp.where(row == r, m.positions[r], column)
+    m.position_column[...] = column
+
+def each_active_row(m, body):
+    """body(row) for every row that holds a token."""
+    lax.fori_loop(0, m.rows, lambda row, _: pl.when(m.positions[row] >= 0)(lambda: body(row)), None)
+
+def vocab_index(m, row):
+    """The row's token as an index into this rank's run of the vocabulary."""
+    return m.tokens[row] - lax.axis_index("tp") * VOCAB_RUN
+
+def embed_here(m, row):
+    """Is the row active, and its token in this rank's run?"""
+    local = vocab_index(m, row)
+    return (m.positions[row] >= 0) & (local >= 0) & (local < VOCAB_RUN)
+
+def embedded_rows(m, hidden):
+    """[8, hidden] f32: rows whose token is here, else zeros by select: memory may be NaN.
+    Word i, lane l of a token holds features 256 i + l (low half) and 256 i + 128 + l (high)."""
+    row = lax.broadcasted_iota(i32, (ROWS_PADDED, LANES), 0)
+    here = jnp.zeros((ROWS_PADDED, LANES), i32)
+    for r in range(m.rows):
+        here = jnp.where(row == r, embed_here(m, r).astype(i32), here)
+    words, blocks = m.embed_words[...], []
+    for i in range(EMBED_WORDS):
+        word = jnp.where(here > 0, pad_rows(words[i]), u32(0))
+        blocks += [bitcast(word << 16, f32), bitcast(word & u32(0xFFFF0000), f32)]
+    return jnp.concatenate(blocks, axis=1)[:, :hidden]
+
+def greedy_local(logits, first, valid):
+    """logits [8, n], of which `valid` count -> (max f32, lowest id int32), on [8, 128] each."""
+    column = lax.broadcasted_iota(i32, logits.shape, 1)
+    logits = jnp.where(column < valid, logits, -jnp.inf)
+    top = jnp.max(logits, axis=1, keepdims=True)
+    best = (logits == top) & (column < valid)
+    no_token = 2**31 - 1  # of a rank without valid columns: loses every tie
+    token = jnp.min(jnp.where(best, first + column, no_token), axis=1, keepdims=True)
+    wide = (ROWS_PADDED, LANES)
+    return jnp.broadcast_to(top, wide), jnp.broadcast_to(token, wide)
+
+# ---- the tape ------------------------------------------------------------------------------------
+
+def tape_rows(m, g, at, rows):
+    """u32 [rows, 128]: rows `at`.. of chunk g, in its ring slot."""
+    return m.ring[lax.rem(g, RING_DEPTH), pl.ds(at, rows), :]
+
+def side_by_side(w, count):
+    """u32 [count * rows, 128] -> bf16 [2 * rows, count * 128]: no data moves."""
+    return jnp.concatenate(jnp.split(bitcast(w, bf16), count), axis=1)
+
+def panels(m, g, at, k, n):
+    """bf16 [k, n]: n / 128 panels, each 128 columns wide and k / 2 words deep."""
+    return side_by_side(tape_rows(m, g, at, k * n // (2 * LANES)), n // LANES)
+
+def columns(m, g, at, k, n):
+    """bf16 [n, k]: a matrix of odd width, stored with k on the lanes in blocks of 128."""
+    return side_by_side(tape_rows(m, g, at, k * n // (2 * LANES)), k // LANES)
+
+def next_chunk(m, g):
+    """Chunk g has been read: its slot is refilled; waits for the chunk behind it."""
+    tape_copy(m, g + RING_DEPTH).start()
+    tape_copy(m, g + 1).wait()
+    return g + 1
+
+def stream(m, g, blocks, use, refill=True):
+    """use(i, g) for i in blocks, on the next chunks; each slot is refilled behind it.
+    Not at the end of the tape: nothing is left to refill with."""
+
+    def one(i, g):
+        tape_copy(m, g).wait()
+        use(i, g)
+        if refill:
+            tape_copy(m, g + RING_DEPTH).start()
+        return g + 1
+
+    return lax.fori_loop(blocks.start, blocks.stop, one, g)
+
+# ---- exchanges between ranks ---------------------------------------------------------------------
+#
+# A stage exchanges between the ranks that differ in one factor of the mesh, innermost first; on the
+# wire everything is u32. Each use of a stage takes the other half of the inbox: a peer starts use
+# k + 2 after it has my message of use k + 1, sent when I had read all of use k. The gather buffer
+# is read when its last stage is over: a counter of its own. All ranks make the same exchanges in
+# the same order, one at a time.
+
+class Stage(NamedTuple):
+    number: int
+    size: int  # ranks that exchange
+    stride: int  # between neighbours
+    first: int  # inbox slot of the first member
+
+CORE = Stage(0, 2, 1, 0)
+CHIP = Stage(1, 4, 2, 2)
+HOST = Stage(2, 4, 8, 6)
+STAGES = (CORE, CHIP, HOST)
+
+def member(stage):
+    """My place among the ranks of this stage."""
+    return lax.rem(lax.div(lax.axis_index("tp"), stage.stride), stage.size)
+
+def peer(stage, step):
+    """The rank `step` places further round."""
+    me = member(stage)
+    return lax.axis_index("tp") + (lax.rem(me + step, stage.size) - me) * stage.stride
+
+def half(m, counter):
+    """Which of the two buffer halves the current use of this counter has."""
+    return lax.rem(m.phase[counter], 2)
+
+def remote_copies(m, stage, block):
+    """My block to the same place of every other member."""
+    arrived = m.arrived.at[half(m, stage.number), stage.number]
+    mesh = pl.DeviceIdType.MESH
+    return [
+        pltpu.make_async_remote_copy(block, block, m.sent, arrived, (peer(stage, step),), mesh)
+        for step in range(1, stage.size)
+    ]
+
+def inbox_copies(m, stage, width):
+    slot = m.inbox.at[half(m, stage.number), stage.first + member(stage)]
+    return remote_copies(m, stage, slot.at[:, : -(-width // LANES) * LANES])
+
+def inbox_start(m, stage, words):
+    m.inbox[half(m, stage.number), stage.first + member(stage), :, : words.shape[1]] = words
+    for copy in inbox_copies(m, stage, words.shape[1]):
+        copy.start()
+
+def inbox_finish(m, stage, width):
+    """Waits for all messages, mine and the peers'; the words of all members, in order."""
+    for copy in inbox_copies(m, stage, width):
+        copy.wait()
+    members = range(stage.first, stage.first + stage.size)
+    words = [m.inbox[half(m, stage.number), i, :, :width] for i in members]
+    m.phase[stage.number] += 1
+    return words
+
+def reduce_start(m, stage, x, width):
+    """x [8, width] f32: this rank's term, on its way to the other members."""
+    inbox_start(m, stage, bitcast(x[: m.rows, :width], u32))
+
+def reduce_finish(m, stage, x, width):
+    """x = the sum of all members' terms in order: the same bits everywhere."""
+    terms = [bitcast(w, f32) for w in inbox_finish(m, stage, width)]
+    x[: m.rows, :width] = functools.reduce(jnp.add, terms)
+
+def all_reduce(m, x, width):
+    for stage in STAGES:
+        reduce_start(m, stage, x, width)
+        reduce_finish(m, stage, x, width)
+
+def greedy_start(m, stage, top, token):
+    words = jnp.concatenate([bitcast(top, u32), bitcast(token, u32)], axis=1)
+    inbox_start(m, stage, words[: m.rows])
+
+def greedy_finish(m, stage):
+    """The best (max, lowest id) of all members."""
+    words = inbox_finish(m, stage, 2 * LANES)
+    pairs = [(bitcast(w[:, :LANES], f32), bitcast(w[:, LANES:], i32)) for w in words]
+    top, token = pairs[0]
+    for value, other in pairs[1:]:
+        wins = (value > top) | ((value == top) & (other < token))
+        top, token = jnp.where(wins, value, top), jnp.where(wins, other, token)
+    return pad_rows(top), pad_rows(token)
+
+def all_greedy(m, top, token):
+    for stage in STAGES:
+        greedy_start(m, stage, top, token)
+        top, token = greedy_finish(m, stage)
+    return top, token
+
+def gather_copies(m, stage, width):
+    """The pieces I hold so far, a run of `stride` ranks, to the same place of the peers."""
+    rank = lax.axis_index("tp")
+    run = pl.ds(rank - lax.rem(rank, stage.stride), stage.stride)
+    block = m.gather.at[half(m, len(STAGES)), run, :, : -(-width // LANES) * LANES]
+    return remote_copies(m, stage, block)
+
+def gather_put(m, x, width):
+    """x [8, width] f32: this rank's piece, into its place."""
+    m.gather[half(m, len(STAGES)), lax.axis_index("tp"), :, :width] = bitcast(x[: m.rows], u32)
+
+def gather_start(m, stage, width):
+    for copy in gather_copies(m, stage, width):
+        copy.start()
+
+def gather_finish(m, stage, width):
+    for copy in gather_copies(m, stage, width):
+        copy.wait()
+    m.phase[stage.number] += 1
+
+def gather_take(m, y, width):
+    """y [8, ranks * width] = all pieces, in the order of the ranks."""
+    pieces = bitcast(m.gather[half(m, len(STAGES)), :, :, :width], f32)
+    y[...] = pad_rows(jnp.concatenate([pieces[r] for r in range(pieces.shape[0])], axis=1))
+    m.phase[len(STAGES)] += 1
+
+def all_gather(m, x, y, width):
+    gather_put(m, x, width)
+    for stage in STAGES:
+        gather_start(m, stage, width)
+        gather_finish(m, stage, width)
+    gather_take(m, y, width)
+
+def open_exchanges(m):
+    """Counters to zero; then wait until every rank that will write here is in this kernel."""
+    for counter in range(len(STAGES) + 1):
+        m.phase[counter] = 0
+    barrier, mesh = pltpu.get_barrier_semaphore(), pl.DeviceIdType.MESH
+    for stage in STAGES:
+        for step in range(1, stage.size):
+            pl.semaphore_signal(barrier, 1, device_id=(peer(stage, step),), device_id_type=mesh)
+    pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
+
+# ---- delta rule ----------------------------------------------------------------------------------
+
+def per_head(x, head_dim):
+    """[r, heads] -> [r, heads * head_dim]: each head's number on all its lanes."""
+    wide = (x.shape[0], head_dim)
+    return jnp.concatenate([jnp.broadcast_to(h, wide) for h in heads_of(x, 1)], axis=1)
+
+def l2_heads(x, head_dim, eps):
+    """Each head divided by its length."""
+    heads = heads_of(x, head_dim)
+    unit = [h * lax.rsqrt(jnp.sum(h * h, axis=1, keepdims=True) + eps) for h in heads]
+    return jnp.concatenate(unit, axis=1)
+
+def short_conv(x, old, w, position, taps):
+    """silu(sum over taps of w * input) in bf16, and the shifted window.
+    x [8, n]; old [taps - 1, 8, n], oldest first; w: tap by tap, each padded to whole rows."""
+    rows = -(-x.shape[1] // LANES)
+    window = jnp.where(position > 0, old, 0.0)  # at position 0 memory is not trusted
+    inputs = [*window, x]
+    total = sum(inputs[t] * line(w[t * rows : (t + 1) * rows], x.shape[1]) for t in range(taps))
+    shifted = jnp.where(position >= 0, jnp.stack(inputs[1:]), old)
+    return (total * jax.nn.sigmoid(total)).astype(bf16), shifted
+
+def delta_rule(x, matrices, clean):
+    """One row. x [1, 5 * heads * head_dim]: q | k | decay | v | beta; matrices [heads, key, value].
+    S <- diag(decay) S; S <- S + k (x) beta (v - S^T k); returns (S^T q, S)."""
+    heads, head_dim, _ = matrices.shape
+    x = heads_of(x, head_dim)
+
+    def column(v):  # keys are the sublanes of S
+        return jnp.broadcast_to(v, (head_dim, head_dim)).T
+
+    out, new = [], []
+    for h in range(heads):
+        q, k, decay, v, beta = x[h::heads]
+        k = column(k)
+        s = jnp.where(clean, 0.0, matrices[h]) * column(decay)
+        s = s + k * (beta * (v - jnp.sum(s * k, axis=0, keepdims=True)))
+        out.append(jnp.sum(s * column(q), axis=0, keepdims=True))
+        new.append(s)
+    return jnp.concatenate(out, axis=1), jnp.stack(new)
+
+# ---- attention over a positional cache -----------------------------------------------------------
+#
+# A cache is u32 [layers, rows, blocks, context / 2, 128]: a word holds tokens 2 i (low half) and
+# 2 i + 1 (high) of one feature, a block is 128 features. All (row, tile) pairs of active rows form
+# one list of items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
+
+KV_TILE = 256  # tokens
+KV_SLOTS = 8  # tiles in VMEM: half computed on, half on their way
+KV_BATCH = 4
+MASKED = -1e30  # finite: a tile whose tokens are all masked must not make NaN
+
+class Cache(NamedTuple):  # The VMEM side of one kind of cache.
+    tiles: object  # u32 [KV_SLOTS, blocks, KV_TILE / 2, 128]
+    token: object  # u32 [blocks, 8, 128]: the new token, in the high half
+    word: object  # u32 [rows, blocks, 1, 128]: the new token's words, to be written back
+    queries: object  # bf16 [8, heads padded, features that are scored]
+    mixed: object  # f32 [8, heads padded, features that are summed]
+    keys: tuple  # blocks that are scored
+    values: tuple  # blocks that are summed
+    scale: float
+
+def open_cache(m, name, keys, values, scale):
+    refs = (getattr(m, f"{name}_{part}") for part in ("tiles", "token", "word", "queries", "mixed"))
+    kv = Cache(*refs, keys, values, scale)
+    kv.mixed[...] = jnp.zeros_like(kv.mixed)  # inactive rows: o = 0
+    return kv
+
+def kv_item(m, i):
+    """(row, tile) of item i."""
+    item = m.kv_items[i]
+    return item >> 16, item & 0xFFFF
+
+def kv_last(m, i):
+    """The row's newest token, counted from the start of item i's tile."""
+    row, tile = kv_item(m, i)
+    return m.positions[row] - tile * KV_TILE
+
+def kv_newest(m, i):
+    """Does the new token fall into item i's tile?"""
+    last = kv_last(m, i)
+    return (last >= 0) & (last < KV_TILE)
+
+def list_kv_items(m):
+    """kv_items: every tile that holds a token of an active row, row after row; kv_count: how many.
+    The last batch is filled up with the tiles after the last one, where no token counts; the next
+    row overwrites the filling."""
+    count = jnp.int32(0)
+    for row in range(m.rows):
+
+        def put(tile, base, row=row):
+            m.kv_items[base + tile] = (row << 16) | tile
+            return base
+
+        tiles = lax.div(m.positions[row] + KV_TILE, KV_TILE)  # inactive (-1): 0
+        filled = jnp.where(tiles > 0, tiles + KV_BATCH - 1, 0)
+        count = lax.fori_loop(0, filled, put, count) + tiles
+    m.kv_count[0] = count
+
+def put_queries(kv, queries):
+    """One f32 [8, n] a head -> bf16 [8, heads padded, n]."""
+    none = [jnp.zeros_like(queries[0])] * (kv.queries.shape[1] - len(queries))
+    kv.queries[...] = jnp.swapaxes(jnp.stack(queries + none), 0, 1).astype(bf16)
+
+def put_token(kv, x):
+    """The new token's features, f32 [8, blocks * 128]."""
+    blocks = [x[:, j : j + LANES] for j in range(0, x.shape[1], LANES)]
+    kv.token[...] = jnp.stack([bitcast(round_bf16(b), u32) for b in blocks])
+
+def append_token(m, kv, i):
+    """The new token into its tile, and its words into kv.word.
+    Its partner in the word is the token before it (odd position: kept) or not there yet (zero)."""
+    (row, _), last = kv_item(m, i), kv_last(m, i)
+    odd = (last & 1) == 1  # KV_TILE is even
+    here = (lax.rem(i, KV_SLOTS), slice(None), pl.ds(last >> 1, 1), slice(None))
+    partner = kv.tiles[here] & jnp.where(odd, u32(0x0000FFFF), u32(0))
+    token = kv.token[:, pl.ds(row, 1), :]
+    word = partner | jnp.where(odd, token, token >> 16)
+    kv.tiles[here] = word
+    kv.word[row] = word
+
+def read_tile(m, kv, i):
+    """(keys, values) of item i, bf16 [KV_TILE, lanes]; cleared beyond the newest token: 0 * NaN."""
+    last, words = kv_last(m, i), kv.tiles[lax.rem(i, KV_SLOTS)]
+    low = 2 * lax.broadcasted_iota(i32, words.shape[1:], 0)
+    only_low = jnp.where(low == last, u32(0xFFFF), u32(0))
+    keep = jnp.where(low < last, u32(0xFFFFFFFF), only_low)
+    blocks = [bitcast(words[b] & keep, bf16) for b in range(words.shape[0])]
+    return [jnp.concatenate([blocks[b] for b in part], axis=1) for part in (kv.keys, kv.values)]
+
+def softmax_tile(scores, last):
+    """Maximum and sum [heads, 1], weights [heads, KV_TILE], of one tile alone."""
+    token = lax.broadcasted_iota(i32, scores.shape, 1)
+    scores = jnp.where(token <= last, scores, MASKED)
+    top = jnp.max(scores, axis=1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    return top, jnp.sum(weights, axis=1, keepdims=True), weights
+
+def empty_softmax(kv):
+    """(maximum, sum, weighed values) of no token."""
+    heads, width = kv.mixed.shape[1:]
+    return jnp.zeros((heads, 1), f32), jnp.zeros((heads, 1), f32), jnp.zeros((heads, width), f32)
+
+def attend_batch(m, kv, first, running):
+    """KV_BATCH independent tiles, then the online softmax over them in order.
+    Stage by stage: one tile after another, each would wait for the MXU and for its maximum. A
+    row's last tile leaves the result in kv.mixed."""
+    items = [first + j for j in range(KV_BATCH)]
+    tiles = [read_tile(m, kv, i) for i in items]
+    queries = [kv.queries[kv_item(m, i)[0]] for i in items]
+    scores = [dot_t(q, t[0]) * kv.scale for q, t in zip(queries, tiles)]
+    parts = [softmax_tile(s, kv_last(m, i)) for i, s in zip(items, scores)]
+    mixed = [dot(p[2].astype(bf16), t[1]) for p, t in zip(parts, tiles)]
+    for i, (part_top, part_total, _), part in zip(items, parts, mixed):
+        row, tile = kv_item(m, i)
+        before = jnp.where(tile == 0, -jnp.inf, running[0])  # a new row: forget the one before
+        top = jnp.maximum(before, part_top)
+        fade, gain = jnp.exp(before - top), jnp.exp(part_top - top)
+        running = (top, running[1] * fade + part_total * gain, running[2] * fade + part * gain)
+        kv.mixed[row] = running[2] / running[1]
+    return running
+
+def mla_inputs(kv, q, latent, key, k_up, heads, nope_dim):
+    """Queries in the latent (q_nope k_up^T) beside their part for the shared key; the new token."""
+    queries = []
+    for h, head in enumerate(heads_of(q, q.shape[1] // heads)):
+        in_latent = dot_t(head[:, :nope_dim], k_up[:, h * nope_dim : (h + 1) * nope_dim])
+        both = jnp.concatenate([in_latent, head[:, nope_dim:].astype(f32)], axis=1)
+        queries.append(pad_lanes(both, kv.queries.shape[2]))
+    put_queries(kv, queries)
+    token = jnp.concatenate([latent, key], axis=1)
+    put_token(kv, pad_lanes(token, kv.token.shape[0] * LANES))
+
+def mla_output(kv, v_up, heads, v_dim):
+    """[8, heads * v_dim] f32: each head's mixed latent, out of the latent."""
+    mixed = jnp.swapaxes(kv.mixed[...], 0, 1)[:, :, : v_up.shape[0]].astype(bf16)
+    out = [dot(mixed[h], v_up[:, h * v_dim : (h + 1) * v_dim]) for h in range(heads)]
+    return jnp.concatenate(out, axis=1)
+
+# ---- routed experts ------------------------------------------------------------------------------
+
+class Section(NamedTuple):  # One matrix of an expert: fp4 codes, eight a word, panel after panel.
+    at: int  # first u32 row in the slot
+    k: int
+    panels: int  # of 128 columns
+    panel_rows: int
+    scales_at: int
+    scale_rows: int  # a panel
+    wide: int  # panels of one basic block: enough to hide the drain of a dot
+
+EXPERT_UP = Section(0, 3584, 12, 448, 5376, 28, 6)  # gate | up
+EXPERT_DOWN = Section(5712, 768, 28, 96, 8400, 6, 28)
+LOCAL_EXPERTS = 112
+EXPERT_SLOTS = 4
+GROUP = 32  # k rows that share one e8m0 scale
+DEPTH = 256  # k rows of one block-diagonal dot: the depth of the MXU
+
+def first_expert():
+    """The first of this rank's experts; the ranks of one tensor-parallel group share them."""
+    return lax.div(lax.axis_index("tp"), 4) * LOCAL_EXPERTS
+
+def lower_lanes(flags):
+    """flags [8, n] bool -> f32 [8, n]: how many lower lanes of the row are set.
+    A prefix sum is a product with a triangle; panels of 128 lanes are stacked to share one dot."""
+    n = flags.shape[1]
+    count = -(-n // LANES)
+    flags = pad_lanes(jnp.where(flags, 1.0, 0.0), count * LANES)
+    stack = jnp.concatenate(heads_of(flags, LANES), axis=0)
+    below = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 0)
+    lane = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 1)
+    triangle = jnp.where(below < lane, 1.0, 0.0).astype(bf16)  # its right half sums whole panels
+    sums = dot(stack.astype(bf16), triangle)
+    counts, before = [], jnp.zeros((ROWS_PADDED, LANES), f32)
+    for j in range(count):
+        rows = sums[j * ROWS_PADDED : (j + 1) * ROWS_PADDED]
+        counts.append(before + rows[:, :LANES])
+        before += rows[:, LANES:]
+    return jnp.concatenate(counts, axis=1)[:, :n]
+
+def top_k_lanes(key, top_k):
+    """bool [8, n]: the top_k largest of each row of key, ties to the lowest lane."""
+
+    def strike(_, left):
+        # the largest value goes wherever it stands, until top_k are gone
+        top = jnp.max(left, axis=1, keepdims=True)
+        struck = jnp.sum(jnp.where(left == -jnp.inf, 1.0, 0.0), axis=1, keepdims=True)
+        return jnp.where((left == top) & (struck < top_k), -jnp.inf, left)
+
+    left = lax.fori_loop(0, top_k, strike, key)
+    # the last value struck may stand in more lanes than are needed
+    last = jnp.min(jnp.where(left == -jnp.inf, key, jnp.inf), axis=1, keepdims=True)
+    above, tied = key > last, key == last
+    need = top_k - jnp.sum(jnp.where(above, 1.0, 0.0), axis=1, keepdims=True)
+    return above | (tied & (lower_lanes(tied) < need))
+
+def want_experts(m, chosen):
+    """Marks this rank's experts that any row chose: their local id, else a number past all ids."""
+    experts = chosen.shape[1]
+    local = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert()
+    mine = (local >= 0) & (local < LOCAL_EXPERTS)
+    wanted = mine & (jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0)
+    m.wanted[...] = jnp.where(wanted, local.astype(f32), float(experts))
+    m.expert_count[0] = jnp.sum(jnp.where(wanted, 1.0, 0.0)).astype(i32)
+
+def take_expert(m, i):
+    """The lowest expert still wanted becomes number i of the list."""
+    wanted = m.wanted[...]
+    lowest = jnp.min(wanted)
+    m.expert_ids[i] = lowest.astype(i32)
+    m.wanted[...] = jnp.where(wanted == lowest, float(wanted.shape[1]), wanted)
+
+def take_rest(m):
+    """Completes the list, while the first experts are on their way."""
+    count = m.expert_count[0]
+    lax.fori_loop(jnp.minimum(count, EXPERT_SLOTS), count, lambda i, _: take_expert(m, i), None)
+
+def panel_part(m, slot, at, panel, panel_rows, skip, rows):
+    """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
+    start = at + panel * panel_rows + skip
+    start = pl.multiple_of(start, 8) if panel_rows % 8 == 0 else start
+    return m.expert_slot[slot, pl.ds(start, rows), :]
+
+def block_diagonal(ref, x):
+    """x [8, k] into ref[c], 256 of k each: row block j keeps the columns of group j, else zero."""
+    for c, part in enumerate(heads_of(x, DEPTH)):
+        part, width = part.astype(f32), part.shape[1]
+        group = lax.broadcasted_iota(i32, part.shape, 1) // GROUP
+        blocks = [jnp.where(group == j, part, 0.0) for j in range(width // GROUP)]
+        stack = jnp.concatenate(blocks, axis=0).astype(bf16)
+        ref[c, : len(blocks) * ROWS_PADDED, :width] = stack
+
+def e8m0(words, byte):
+    """That byte of each word as a power of two: the byte is the exponent field of an f32."""
+    shift = 23 - 8 * byte
+    words = words << u32(shift) if shift >= 0 else words >> u32(-shift)
+    return bitcast(words & u32(0x7F800000), f32)
+
+def expert_matmul(m, slot, s, lhs, write):
+    """x W of one section: write(panel, width, f32 [8, width]); lhs is x, as block_diagonal left it.
+    A dot gives a row block for each group of 32; each is scaled by its own line, summed in f32."""
+
+    def group(trip, _):
+        p, wide = trip * s.wide, s.wide
+
+        def part(at, rows, skip, count):
+            parts = [panel_part(m, slot, at, p + i, rows, skip, count) for i in range(wide)]
+            return jnp.concatenate(parts, axis=1)
+
+        scales = part(s.scales_at, s.scale_rows, 0, s.scale_rows)
+        scales = [e8m0(scales, byte) for byte in range(4)]
+        total = jnp.zeros((ROWS_PADDED, wide * LANES), f32)
+        for c in range(-(-s.k // DEPTH)):
+            depth = min(DEPTH, s.k - c * DEPTH)
+            w = part(s.at, s.panel_rows, c * DEPTH // 8, depth // 8)
+            w = bitcast(w, jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
+            groups = depth // GROUP
+            y = dot(lhs[c, : groups * ROWS_PADDED, :depth], w)
+            for j in range(groups):
+                n = c * (DEPTH // GROUP) + j
+                scale = scales[n % 4][n // 4 : n // 4 + 1, :]
+                total += y[j * ROWS_PADDED : (j + 1) * ROWS_PADDED] * scale
+        write(p, wide * LANES, total)
+
+    lax.fori_loop(0, s.panels // s.wide, group, None)
+
+def run_expert(m, i, route, y):
+    """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
+    slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
+
+    def write_up(panel, columns, gate_up):
+        m.expert_gate_up[:, lanes(panel * LANES, columns)] = gate_up
+
+    def add_down(panel, columns, down):
+        y[:, lanes(panel * LANES, columns)] += weight * down
+
+    expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
+    gate = round_bf16(m.expert_gate_up[:, :width])
+    up = round_bf16(m.expert_gate_up[:, 768 : 768 + width])
+    h = situ(gate, up, 4.0, 25.0).astype(bf16)
+    block_diagonal(m.expert_h, h)
+    here = lax.broadcasted_iota(i32, route.shape, 1) == first_expert() + m.expert_ids[i]
+    weight = jnp.sum(jnp.where(here, route[...], 0.0), axis=1, keepdims=True)
+    expert_matmul(m, slot, EXPERT_DOWN, m.expert_h, add_down)
+
+# ---- copies --------------------------------------------------------------------------------------
+
+def embed_copy(m, row):
+    """The embedding row of row's token."""
+    source, target = (
+        m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)],
+        m.embed_words.at[:, row, :],
+    )
+    return async_copy(source, target, m.embed_sem)
+
+def window_read(m, index):
+    """The layer's convolution window, in."""
+    return async_copy(m.kda_window.at[index], m.window, m.window_in)
+
+def window_write(m, index):
+    """The layer's convolution window, out."""
+    return async_copy(m.window, m.kda_window.at[index], m.window_out)
+
+def matrix_read(m, index, row):
+    """A row's recurrent matrices, in."""
+    return async_copy(m.kda_matrix.at[index, row], m.matrix.at[row], m.matrix_in.at[row])
+
+def matrix_write(m, index, row):
+    """A row's recurrent matrices, out."""
+    return async_copy(m.matrix.at[row], m.kda_matrix.at[index, row], m.matrix_out.at[row])
+
+def cache_tile_copy(m, index, i):
+    """Tile of item i, into its slot."""
+    slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m, i)
+    first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)
+    source, target = (
+        m.mla_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :],
+        m.cache_tiles.at[slot],
+    )
+    return async_copy(source, target, m.cache_tile_sem.at[slot])
+
+def cache_word_copy(m, index, row):
+    """The words of the row's new token, back into the cache."""
+    source, target = (
+        m.cache_word.at[row],
+        m.mla_cache.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :],
+    )
+    return async_copy(source, target, m.cache_word_sem.at[row])
+
+def expert_copy(m, index, i):
+    """Number i of the layer's list of experts, into its slot."""
+    slot = lax.rem(i, EXPERT_SLOTS)
+    source, target = m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]], m.expert_slot.at[slot]
+    return async_copy(source, target, m.expert_sem.at[slot])
+
+def tape_copy(m, g):
+    """Chunk g of the tape into its ring slot."""
+    slot = lax.rem(g, RING_DEPTH)
+    first = pl.multiple_of(m.chunks[2 * g], 8)
+    rows = pl.multiple_of(m.chunks[2 * g + 1], 8)
+    source, target = m.tape.at[pl.ds(first, rows)], m.ring.at[slot, pl.ds(0, rows)]
+    return async_copy(source, target, m.ring_sem.at[slot])
+
+# ---- sub-layers ----------------------------------------------------------------------------------
+
+def begin(m, g):
+    """Embedding rows of the tokens."""
+    for row in range(m.rows):
+        pl.when(embed_here(m, row))(lambda: embed_copy(m, row).start())
+    for row in range(m.rows):
+        pl.when(embed_here(m, row))(lambda: embed_copy(m, row).wait())
+    # -- embed
+    m.embedded[...] = embedded_rows(m, 7168)
+    all_reduce(m, m.embedded, 7168)
+    # -- enter
+    m.running[...] = m.embedded[...].astype(bf16)
+    return g
+
+def kda(m, layer, index, g):
+    """Kimi Delta Attention: short convolution, delta rule with a decay per key channel, norm."""
+    window_read(m, index).start()
+    each_active_row(m, lambda row: matrix_read(m, index, row).start())
+    tape_copy(m, g).wait()
+    # -- mixer_mixture
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
+    # -- kda.norm
+    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    # -- kda.f_a
+    m.f_a_y[...] = dot(m.h[...], panels(m, g, 88, 7168, 128))
+    # -- kda.f_b
+    m.f_b_y[...] = dot(m.f_a_y[...].astype(bf16), panels(m, g, 3672, 128, 384))
+    g = next_chunk(m, g)
+    # -- kda.b
+    m.b_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 16))
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- kda.qkvg
+    m.qkvg_y[...] = jnp.zeros_like(m.qkvg_y)
+
+    def kda_qkvg_block(i, g):
+        k, n = lax.rem(i, 2), lax.div(i, 2)
+        x = m.h[:, lanes(k * 3584, 3584)]
+        w = panels(m, g, 0, 3584, 256)
+        m.qkvg_y[:, lanes(n * 256, 256)] += dot(x, w)
+
+    g = stream(m, g, range(12), kda_qkvg_block)
+    window_read(m, index).wait()
+    tape_copy(m, g).wait()
+    # -- kda.conv
+    x, w = round_bf16(m.qkvg_y[:, 0:1152]), bitcast(tape_rows(m, g, 0, 40), f32)
+    y, window = short_conv(x, m.window[...], w, m.position_column[...], 4)
+    m.conv[...], m.window[...] = y, window
+    window_write(m, index).start()
+    # -- kda.delta
+    a = line(bitcast(tape_rows(m, g, 40, 8), f32), 3)
+    dt_bias = line(bitcast(tape_rows(m, g, 48, 8), f32), 384)
+    q = l2_heads(m.conv[:, 0:384].astype(f32), 128, 1e-06) * 128**-0.5
+    k = l2_heads(m.conv[:, 384:768].astype(f32), 128, 1e-06)
+    v, z = m.conv[:, 768:1152].astype(f32), round_bf16(m.f_b_y[...])
+    decay = jnp.exp(-5.0 * jax.nn.sigmoid(per_head(a, 128) * (z + dt_bias)))
+    beta = per_head(jax.nn.sigmoid(round_bf16(m.b_y[:, 0:3])), 128)
+    m.matrix_inputs[...] = jnp.concatenate([q, k, decay, v, beta], axis=1)
+    m.matrix_outputs[...] = jnp.zeros_like(m.matrix_outputs)  # what inactive rows put out
+
+    def matrix_row(row, _):
+        pl.when(m.positions[row] >= 0)(lambda: matrix_read(m, index, row).wait())
+
+        @pl.when(m.positions[row] >= 0)
+        def _():
+            x = m.matrix_inputs[pl.ds(row, 1), :]
+            o, m.matrix[row] = delta_rule(x, m.matrix[row], m.positions[row] == 0)
+            m.matrix_outputs[pl.ds(row, 1), :] = o
+
+        pl.when(m.positions[row] >= 0)(lambda: matrix_write(m, index, row).start())
+
+    lax.fori_loop(0, m.rows, matrix_row, None)
+    m.delta[...] = m.matrix_outputs[...].astype(bf16)
+    # -- kda.gated_norm
+    w = line(bitcast(tape_rows(m, g, 56, 8), f32), 128)
+    normed = norm_heads(m.delta[...].astype(f32), w, 1e-05)
+    gate = jax.nn.sigmoid(round_bf16(m.qkvg_y[:, 1152:1536])).astype(bf16)
+    m.gated[...] = normed.astype(bf16) * gate
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- kda.o
+    m.o_y[...] = jnp.zeros_like(m.o_y)
+
+    def kda_o_block(i, g):
+        x = m.gated[:, lanes(i * 128, 128)]
+        w = panels(m, g, 0, 128, 7168)
+        m.o_y[...] += dot(x, w)
+
+    g = stream(m, g, range(3), kda_o_block)
+    all_reduce(m, m.o_y, 7168)
+    # -- kda.add
+    block_add(m, layer, round_bf16(m.o_y[...]))
+    window_write(m, index).wait()
+    each_active_row(m, lambda row: matrix_write(m, index, row).wait())
+    return g
+
+def mla(m, layer, index, g):
+    """Multi-head latent attention; the cache holds the normed latent and the shared key."""
+
+    def first_cache_tile_copy(i, _):
+        cache_tile_copy(m, index, i).start()
+
+    lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
+    tape_copy(m, g).wait()
+    # -- mixer_mixture
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
+    # -- mla.norm
+    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    # -- mla.q_a
+    m.q_a_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 48))
+    # -- mla.kv_a
+    m.kv_a_y[...] = dot_t(m.h[...], columns(m, g, 1432, 7168, 32))
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+
+    # -- mla.g
+    def mla_g_block(i, g):
+        x = m.h[...]
+        w = panels(m, g, 0, 7168, 128)
+        m.g_y[:, lanes(i * 128, 128)] = dot(x, w)
+
+    g = stream(m, g, range(3), mla_g_block)
+    # -- mla.kv_a
+    all_gather(m, round_bf16(m.kv_a_y[:, 0:18]), m.kv_a_whole, 18)
+    # -- mla.q_a
+    all_gather(m, round_bf16(m.q_a_y[...]), m.q_a_whole, 48)
+    tape_copy(m, g).wait()
+    # -- mla.q_norm
+    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    m.q_latent[...] = rms_norm(round_bf16(m.q_a_whole[...]), w, 1e-06).astype(bf16)
+    # -- mla.kv_norm
+    w = bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32)
+    m.latent[...] = rms_norm(round_bf16(m.kv_a_whole[:, 0:512]), w, 1e-06).astype(bf16)
+    # -- mla.q_b
+    m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
+    # -- mla.attention
+    kv = open_cache(
+        m, "cache", keys=(0, 1, 2, 3, 4), values=(0, 1, 2, 3), scale=0.07216878364870322
+    )
+    g = next_chunk(m, g)
+    latent, key = m.latent[...].astype(f32), round_bf16(m.kv_a_whole[:, 512:576])
+    mla_inputs(kv, m.q_b_y[...].astype(bf16), latent, key, panels(m, g, 0, 512, 384), 3, 128)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+
+    def cache_batch(batch, running):
+        for j in range(KV_BATCH):
+            i = batch * KV_BATCH + j
+            pl.when(i < m.kv_count[0])(lambda: cache_tile_copy(m, index, i).wait())
+            pl.when(kv_newest(m, i))(lambda: append_token(m, kv, i))
+            pl.when(kv_newest(m, i))(lambda: cache_word_copy(m, index, kv_item(m, i)[0]).start())
+        running = attend_batch(m, kv, batch * KV_BATCH, running)
+        for j in range(KV_BATCH):
+            i = batch * KV_BATCH + j
+            pl.when(i + KV_SLOTS < m.kv_count[0])(
+                lambda: cache_tile_copy(m, index, i + KV_SLOTS).start()
+            )
+        return running
+
+    lax.fori_loop(
+        0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, empty_softmax(kv)
+    )
+    tape_copy(m, g).wait()
+    v_up = panels(m, g, 0, 512, 384)
+    m.attended[...] = mla_output(kv, v_up, 3, 128).astype(bf16)
+    # -- mla.gate
+    gate = jax.nn.sigmoid(round_bf16(m.g_y[...])).astype(bf16)
+    m.mla_gated[...] = m.attended[...] * gate
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- mla.o
+    m.o_y[...] = jnp.zeros_like(m.o_y)
+
+    def mla_o_block(i, g):
+        x = m.mla_gated[:, lanes(i * 128, 128)]
+        w = panels(m, g, 0, 128, 7168)
+        m.o_y[...] += dot(x, w)
+
+    g = stream(m, g, range(3), mla_o_block)
+    all_reduce(m, m.o_y, 7168)
+    # -- mla.add
+    block_add(m, layer, round_bf16(m.o_y[...]))
+    each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
+    return g
+
+def dense(m, layer, index, g):
+    """Gated MLP."""
+    tape_copy(m, g).wait()
+    # -- ffn_mixture
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
+    # -- dense.norm
+    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+
+    # -- dense.gate_up
+    def dense_gate_up_block(i, g):
+        x = m.h[...]
+        w = panels(m, g, 0, 7168, 128)
+        m.gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
+
+    g = stream(m, g, range(17), dense_gate_up_block)
+    # -- dense.act
+    gate = round_bf16(m.gate_up_y[:, 0:1056])
+    up = round_bf16(m.gate_up_y[:, 1056:2112])
+    m.act[...] = situ(gate, up, 4.0, 25.0).astype(bf16)
+
+    # -- dense.down
+    def dense_down_block(i, g):
+        x = m.act[...]
+        w = panels(m, g, 0, 1056, 896)
+        m.down_y[:, lanes(i * 896, 896)] = dot(x, w)
+
+    g = stream(m, g, range(8), dense_down_block)
+    all_reduce(m, m.down_y, 7168)
+    # -- dense.add
+    m.running[...] = (m.running[...].astype(f32) + round_bf16(m.down_y[...])).astype(bf16)
+    return g
+
+def moe(m, layer, index, g):
+    """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
+    tape_copy(m, g).wait()
+    # -- ffn_mixture
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
+    # -- moe.norm
+    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    # -- moe.router
+    m.router_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
+    g = next_chunk(m, g)
+    # -- moe.latent_down
+    m.latent_down_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 112))
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- moe.logits
+    all_gather(m, m.router_y[:, 0:28], m.logits_whole, 28)
+    tape_copy(m, g).wait()
+    # -- moe.route
+    score = jax.nn.sigmoid(m.logits_whole[...])
+    bias = line(bitcast(tape_rows(m, g, 0, 8), f32), 896)
+    chosen = top_k_lanes(score + bias, 16) & (m.position_column[...] >= 0)
+    weight = jnp.where(chosen, score, 0.0)
+    total = jnp.sum(weight, axis=1, keepdims=True)
+    weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
+    m.route[...] = weight
+    want_experts(m, chosen)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+
+    # -- moe.experts
+    def first_experts(i, _):
+        take_expert(m, i)
+        expert_copy(m, index, i).start()
+
+    lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
+
+    # -- moe.shared_gate_up
+    def moe_shared_gate_up_block(i, g):
+        x = m.h[...]
+        w = panels(m, g, 0, 7168, 128)
+        m.shared_gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
+
+    g = stream(m, g, range(3), moe_shared_gate_up_block)
+    # -- moe.shared_act
+    gate = round_bf16(m.shared_gate_up_y[:, 0:192])
+    up = round_bf16(m.shared_gate_up_y[:, 192:384])
+    m.shared_act[...] = situ(gate, up, 4.0, 25.0).astype(bf16)
+
+    # -- moe.shared_down
+    def moe_shared_down_block(i, g):
+        x = m.shared_act[...]
+        w = panels(m, g, 0, 192, 3584)
+        m.shared_down_y[:, lanes(i * 3584, 3584)] = dot(x, w)
+
+    g = stream(m, g, range(2), moe_shared_down_block)
+    # -- moe.latent_in
+    all_gather(m, round_bf16(m.latent_down_y[...]), m.latent_in_whole, 112)
+    # -- moe.experts
+    m.routed[...] = jnp.zeros_like(m.routed)
+    block_diagonal(m.expert_x, m.latent_in_whole[...].astype(bf16))
+    take_rest(m)
+
+    def routed_expert(i, _):
+        expert_copy(m, index, i).wait()
+        run_expert(m, i, m.route, m.routed)
+        pl.when(i + EXPERT_SLOTS < m.expert_count[0])(
+            lambda: expert_copy(m, index, i + EXPERT_SLOTS).start()
+        )
+
+    lax.fori_loop(0, m.expert_count[0], routed_expert, None)
+    all_reduce(m, m.routed, 3584)
+    tape_copy(m, g).wait()
+    # -- moe.latent_norm
+    w = bitcast(tape_rows(m, g, 0, 32), f32)
+    m.routed_norm[...] = rms_norm(round_bf16(m.routed[...]), w, 1e-05).astype(bf16)
+    # -- moe.latent_up
+    m.latent_up_y[...] = dot_t(m.routed_norm[...], columns(m, g, 32, 3584, 224))
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- moe.routed_out
+    all_gather(m, m.latent_up_y[...], m.routed_out_whole, 224)
+    all_reduce(m, m.shared_down_y, 7168)
+    # -- moe.sum
+    m.out[...] = (m.routed_out_whole[...] + m.shared_down_y[...]).astype(bf16)
+    # -- moe.add
+    m.running[...] = (m.running[...].astype(f32) + m.out[...].astype(f32)).astype(bf16)
+    return g
+
+def end(m, g):
+    """Final norm, logits of this rank's vocabulary, greedy token."""
+    tape_copy(m, g).wait()
+    # -- out_mixture
+    block_mixture(m, m.mix, g, 0, 8, 1e-05)
+    # -- end.norm
+    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- head
+    m.logits[...] = jnp.zeros_like(m.logits)
+
+    def head_block(i, g):
+        k, n = lax.rem(i, 7), lax.div(i, 7)
+        x = m.h[:, lanes(k * 1024, 1024)]
+        w = panels(m, g, 0, 1024, 1024)
+        m.logits[:, lanes(n * 1024, 1024)] += dot(x, w)
+
+    g = stream(m, g, range(20), head_block)
+    g = stream(m, g, range(20, 35), head_block, refill=False)
+    # -- greedy
+    first = lax.axis_index("tp") * 5120
+    top, token = greedy_local(m.logits[:, :5120], first, jnp.clip(163840 - first, 0, 5120))
+    top, token = all_greedy(m, top, token)
+    m.token[...] = token
+    return g
+
+def decode_layer(m, layer, g):
+    """One layer: its mixer, then its ffn, as the table says."""
+    index = m.facts[layer * FACTS + MIXER_INDEX]
+    kinds = [functools.partial(kind, m, layer, index) for kind in (kda, mla)]
+    g = lax.switch(m.facts[layer * FACTS + MIXER], kinds, g)
+    index = m.facts[layer * FACTS + FFN_INDEX]
+    kinds = [functools.partial(kind, m, layer, index) for kind in (dense, moe)]
+    g = lax.switch(m.facts[layer * FACTS + FFN], kinds, g)
+    return g
+
+def decode_kernel(m):
+    """The whole step. `m` has every place as an attribute, and `rows`, the number of rows."""
+    open_exchanges(m)
+    lax.fori_loop(0, RING_DEPTH, lambda g, _: tape_copy(m, g).start(), None)
+    fill_positions(m)
+    list_kv_items(m)
+    g = begin(m, 0)
+    g = lax.fori_loop(0, LAYERS, lambda layer, g: decode_layer(m, layer, g), g)
+    end(m, g)
+
+# ---- places --------------------------------------------------------------------------------------
+
+OPERANDS = {  # name: where
+    "tokens": pltpu.SMEM,  # token id of each row
+    "positions": pltpu.SMEM,  # position of each row; -1: inactive
+    "chunks": pltpu.SMEM,  # first row and rows of each chunk of the tape
+    "facts": pltpu.SMEM,  # per-layer data, FACTS words a layer
+    "tape": pl.ANY,  # u32 [7092584, 128]
+    "experts": pl.ANY,  # u32 [10304, 8568, 128]
+    "embedding": pl.ANY,  # u32 [143360, 128]
+}
+
+def states(rows):
+    """HBM arrays that the step reads and updates in place, of one rank."""
+    array = jax.ShapeDtypeStruct
+    return {
+        "kda_window": array((69, 3, 8, 1152), f32),  # inputs, oldest first
+        "kda_matrix": array((69, rows, 3, 128, 128), f32),  # [key, value] of each head
+        "mla_cache": array((24, rows, 5, 2048, 128), u32),  # two tokens a word
+    }
+
+def outputs(rows):
+    return {
+        "logits": jax.ShapeDtypeStruct((8, 5120), f32),  # logits of this rank's vocabulary
+        "token": jax.ShapeDtypeStruct((8, 128), i32),  # the greedy token of each row, on every lane
+    }
+
+def places(rows):
+    """VMEM, SMEM and semaphores of one core."""
+    vmem, smem, dma = pltpu.VMEM, pltpu.SMEM, pltpu.SemaphoreType.DMA
+    return {
+        "embed_words": vmem((28, rows, 128), u32),  # embedding rows, two features a word
+        "embed_sem": dma,  # embedding rows
+        "embedded": vmem((8, 7168), f32),  # embed
+        "running": vmem((8, 7168), bf16),  # the residual stream
+        "snapshots": vmem((8, 8, 7168), bf16),  # snapshots of the residual stream
+        "mix": vmem((8, 7168), bf16),  # block mixture
+        "h": vmem((8, 7168), bf16),  # rms norm
+        "f_a_y": vmem((8, 128), f32),  # f_a, not rounded
+        "f_b_y": vmem((8, 384), f32),  # z, not rounded
+        "b_y": vmem((8, 16), f32),  # b, not rounded
+        "qkvg_y": vmem((8, 1536), f32),  # q | k | v | g, not rounded
+        "window": vmem((3, 8, 1152), f32),  # the window of this layer
+        "window_in": dma,  # window in
+        "window_out": dma,  # window out
+        "conv": vmem((8, 1152), bf16),  # q_conv | k_conv | v_conv
+        "matrix": vmem((rows, 3, 128, 128), f32),  # the recurrent matrices of this layer
+        "matrix_inputs": vmem((8, 1920), f32),  # q | k | decay | v | beta, each head after head
+        "matrix_in": dma((rows,)),  # a row's matrices in
+        "matrix_out": dma((rows,)),  # a row's matrices out
+        "delta": vmem((8, 384), bf16),  # delta rule
+        "matrix_outputs": vmem((8, 384), f32),  # output of the delta rule, not rounded
+        "gated": vmem((8, 384), bf16),  # gated norm
+        "o_y": vmem((8, 7168), f32),  # out, not rounded
+        "q_a_y": vmem((8, 48), f32),  # q_a, not rounded
+        "kv_a_y": vmem((8, 32), f32),  # kv_a, not rounded
+        "g_y": vmem((8, 384), f32),  # g, not rounded
+        "kv_a_whole": vmem((8, 576), f32),  # kv_a of all ranks
+        "q_a_whole": vmem((8, 1536), f32),  # q_a of all ranks
+        "q_latent": vmem((8, 1536), bf16),  # rms norm
+        "latent": vmem((8, 512), bf16),  # rms norm
+        "q_b_y": vmem((8, 576), f32),  # q, not rounded
+        "cache_tiles": vmem((8, 5, 128, 128), u32),  # tiles of the cache, one a slot
+        "cache_token": vmem((5, 8, 128), u32),  # the new token of each row
+        "cache_word": vmem((rows, 5, 1, 128), u32),  # its words, to be written back
+        "cache_queries": vmem((8, 8, 640), bf16),  # queries
+        "cache_mixed": vmem((8, 8, 512), f32),  # weighed values
+        "cache_tile_sem": dma((8,)),  # one a tile slot
+        "cache_word_sem": dma((rows,)),  # new words out
+        "kv_items": smem((131,), i32),  # row << 16 | tile of every tile to be read
+        "kv_count": smem((1,), i32),  # how many
+        "attended": vmem((8, 384), bf16),  # mla attention
+        "mla_gated": vmem((8, 384), bf16),  # sigmoid gate
+        "gate_up_y": vmem((8, 2176), f32),  # gate | up, not rounded
+        "act": vmem((8, 1056), bf16),  # gated activation
+        "down_y": vmem((8, 7168), f32),  # out, not rounded
+        "router_y": vmem((8, 32), f32),  # logits, not rounded
+        "latent_down_y": vmem((8, 112), f32),  # latent_in, not rounded
+        "logits_whole": vmem((8, 896), f32),  # logits of all ranks
+        "route": vmem((8, 896), f32),  # route
+        "shared_gate_up_y": vmem((8, 384), f32),  # shared_gate | shared_up, not rounded
+        "shared_act": vmem((8, 192), bf16),  # gated activation
+        "shared_down_y": vmem((8, 7168), f32),  # shared_out, not rounded
+        "latent_in_whole": vmem((8, 3584), f32),  # latent_in of all ranks
+        "expert_slot": vmem((4, 8568, 128), u32),  # experts, one a slot
+        "expert_sem": dma((4,)),  # one an expert slot
+        "expert_ids": smem((112,), i32),  # local ids of the distinct experts of this step
+        "expert_count": smem((1,), i32),  # how many
+        "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
+        "expert_gate_up": vmem((8, 1536), f32),  # gate | up of one expert
+        "expert_x": vmem((14, 64, 256), bf16),  # left operand, block-diagonal
+        "expert_h": vmem((3, 64, 256), bf16),  # left operand, block-diagonal
+        "routed": vmem((8, 3584), f32),  # routed experts
+        "routed_norm": vmem((8, 3584), bf16),  # rms norm
+        "latent_up_y": vmem((8, 224), f32),  # routed_out, not rounded
+        "routed_out_whole": vmem((8, 7168), f32),  # routed_out of all ranks
+        "out": vmem((8, 7168), bf16),  # add
+        "ring": vmem((15, 4096, 128), u32),  # chunks of the tape, one a slot
+        "ring_sem": dma((15,)),  # one a ring slot
+        "position_column": vmem((8, 1), i32),  # positions as a column; padding rows are inactive
+        "inbox": vmem((2, 10, rows, 7168), u32),  # by half, member; peers write here
+        "gather": vmem((2, 32, rows, 256), u32),  # by half, rank; peers write here
+        "phase": smem((4,), i32),  # uses of each stage so far; gathers so far
+        "sent": dma,  # messages on their way out
+        "arrived": dma((2, 3)),  # messages that came in: half, stage
+    }
+
+def decode_call(rows, operands, state, interpret=False):
+    """The pallas_call on one rank -> (outputs, states); the states are updated in place.
+    On the chip the kernel writes to the states where they are, and they are handed on: as aliased
+    outputs, XLA would copy them on every call. The interpreter gives back outputs only."""
+    out, held, scratch = outputs(rows), states(rows), places(rows)
+    aliased = held if interpret else {}
+    given = [f"{n}_in" if interpret else n for n in held]
+    names = [*OPERANDS, *given, *out, *aliased, *scratch]
+
+    def body(*refs):
+        decode_kernel(SimpleNamespace(rows=rows, **dict(zip(names, refs))))
+
+    hbm, vmem = (pl.BlockSpec(memory_space=s) for s in (pltpu.HBM, pltpu.VMEM))
+    limits = dict(vmem_limit_bytes=64 * 2**20, collective_id=0, disable_bounds_checks=True)
+    got = pl.pallas_call(
+        body,
+        name="kimi_k3_decode",
+        out_shape=[*out.values(), *aliased.values()],
+        in_specs=[pl.BlockSpec(memory_space=s) for s in OPERANDS.values()] + [hbm] * len(held),
+        out_specs=[vmem] * len(out) + [hbm] * len(aliased),
+        scratch_shapes=list(scratch.values()),
+        input_output_aliases={len(OPERANDS) + i: len(out) + i for i in range(len(aliased))},
+        compiler_params=pltpu.CompilerParams(has_side_effects=True, **limits),
+        interpret=interpret,
+    )(*[operands[n] for n in OPERANDS], *[state[n] for n in held])
+    return dict(zip(out, got)), dict(zip(held, got[len(out) :])) if interpret else state

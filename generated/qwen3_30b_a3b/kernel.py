@@ -1,0 +1,859 @@
+"""qwen3_30b_a3b: one decode step as one Pallas program, for 8 tpu7x cores.
+
+Written by `mkgen build`; change the spec or the templates, not this file. Read it from the bottom:
+`decode_kernel` runs all 48 layers in one loop; a layer calls one function a sub-layer.
+
+Conventions. `m` holds every place: HBM arrays, VMEM buffers, SMEM tables, semaphores; `places` says
+what each is for. Weights lie on one tape of u32 rows in the order of their use; `g` counts the
+chunks of it that have been read. Chunk g waits in ring slot g mod RING_DEPTH; when it has been read
+for the last time, chunk g + RING_DEPTH is started into its slot. Activations are [8, width]: decode
+rows, padded to a sublane tile. bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or
+`round_bf16` says so. `layer` counts layers, `index` counts earlier layers of the same kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+f32, bf16, i32, u32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
+bitcast, async_copy = pltpu.bitcast, pltpu.make_async_copy
+
+LANES = 128
+ROWS_PADDED = 8
+LAYERS = 48
+RING_DEPTH = 18
+EMBED_WORDS = 8  # u32 rows of one token's embedding
+VOCAB_RUN = 18992  # tokens of the vocabulary on one rank
+FACTS = 4  # words a layer in the table m.facts:
+MIXER, MIXER_INDEX, FFN, FFN_INDEX = range(4)
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+def lanes(start, width):
+    """A run of lanes that starts at a multiple of 128."""
+    return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, LANES), width)
+
+def dot(x, w):
+    """[8, k] x [k, n] -> [8, n], summed in f32."""
+    return jnp.dot(x, w, preferred_element_type=f32)
+
+def dot_t(x, w):
+    """[8, k] x [n, k] -> [8, n], summed in f32."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+
+def pad_lanes(x, width):
+    """Zero columns up to `width`."""
+    missing = width - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, missing))) if missing else x
+
+def pad_rows(x):
+    """Zero rows up to ROWS_PADDED."""
+    missing = ROWS_PADDED - x.shape[0]
+    return jnp.concatenate([x, jnp.zeros((missing, x.shape[1]), x.dtype)]) if missing else x
+
+def round_bf16(x):
+    """Rounded to bf16, kept as f32."""
+    return x.astype(bf16).astype(f32)
+
+def line(w, n):
+    """Rows of 128 lanes -> one lane vector [1, n]."""
+    return jnp.concatenate([w[j : j + 1] for j in range(-(-n // LANES))], axis=1)[:, :n]
+
+def rms_norm(x, w, eps):
+    """x * rsqrt(mean(x^2) + eps) * w; x [8, n] f32, w in rows of 128 lanes."""
+    return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps) * line(w, x.shape[1])
+
+def heads_of(x, head_dim):
+    return [x[:, i : i + head_dim] for i in range(0, x.shape[1], head_dim)]
+
+def norm_heads(x, w, eps):
+    """RMS norm of each head; w [1, head_dim] serves them all."""
+    heads = heads_of(x, w.shape[1])
+    scales = [lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + eps) for h in heads]
+    return jnp.concatenate([h * s * w for h, s in zip(heads, scales)], axis=1)
+
+def silu(gate, up):
+    return gate * jax.nn.sigmoid(gate) * up
+
+# ---- rows, tokens --------------------------------------------------------------------------------
+
+def fill_positions(m):
+    """Positions as a column [8, 1], for selects by row; padding rows are inactive."""
+    row = lax.broadcasted_iota(i32, (ROWS_PADDED, 1), 0)
+    column = jnp.full((ROWS_PADDED, 1), -1, i32)
+    for r in range(m.rows):
+        column = jnp.where(row == r, m.positions[r], column)
+    m.position_column[...] = column
+
+def each_active_row(m, body):
+    """body(row) for every row that holds a token."""
+    lax.fori_loop(0, m.rows, lambda row, _: pl.when(m.positions[row] >= 0)(lambda: body(row)), None)
+
+def vocab_index(m, row):
+    """The row's token as an index into this rank's run of the vocabulary."""
+    return m.tokens[row] - lax.axis_index("tp") * VOCAB_RUN
+
+def embed_here(m, row):
+    """Is the row active, and its token in this rank's run?"""
+    local = vocab_index(m, row)
+    return (m.positions[row] >= 0) & (local >= 0) & (local < VOCAB_RUN)
+
+def embedded_rows(m, hidden):
+    """[8, hidden] f32: rows whose token is here, else zeros by select: memory may be NaN.
+    Word i, lane l of a token holds features 256 i + l (low half) and 256 i + 128 + l (high)."""
+    row = lax.broadcasted_iota(i32, (ROWS_PADDED, LANES), 0)
+    here = jnp.zeros((ROWS_PADDED, LANES), i32)
+    for r in range(m.rows):
+        here = jnp.where(row == r, embed_here(m, r).astype(i32), here)
+    words, blocks = m.embed_words[...], []
+    for i in range(EMBED_WORDS):
+        word = jnp.where(here > 0, pad_rows(words[i]), u32(0))
+        blocks += [bitcast(word << 16, f32), bitcast(word & u32(0xFFFF0000), f32)]
+    return jnp.concatenate(blocks, axis=1)[:, :hidden]
+
+def greedy_local(logits, first, valid):
+    """logits [8, n], of which `valid` count -> (max f32, lowest id int32), on [8, 128] each."""
+    column = lax.broadcasted_iota(i32, logits.shape, 1)
+    logits = jnp.where(column < valid, logits, -jnp.inf)
+    top = jnp.max(logits, axis=1, keepdims=True)
+    best = (logits == top) & (column < valid)
+    no_token = 2**31 - 1  # of a rank without valid columns: loses every tie
+    token = jnp.min(jnp.where(best, first + column, no_token), axis=1, keepdims=True)
+    wide = (ROWS_PADDED, LANES)
+    return jnp.broadcast_to(top, wide), jnp.broadcast_to(token, wide)
+
+# ---- the tape ------------------------------------------------------------------------------------
+
+def tape_rows(m, g, at, rows):
+    """u32 [rows, 128]: rows `at`.. of chunk g, in its ring slot."""
+    return m.ring[lax.rem(g, RING_DEPTH), pl.ds(at, rows), :]
+
+def side_by_side(w, count):
+    """u32 [count * rows, 128] -> bf16 [2 * rows, count * 128]: no data moves."""
+    return jnp.concatenate(jnp.split(bitcast(w, bf16), count), axis=1)
+
+def panels(m, g, at, k, n):
+    """bf16 [k, n]: n / 128 panels, each 128 columns wide and k / 2 words deep."""
+    return side_by_side(tape_rows(m, g, at, k * n // (2 * LANES)), n // LANES)
+
+def next_chunk(m, g):
+    """Chunk g has been read: its slot is refilled; waits for the chunk behind it."""
+    tape_copy(m, g + RING_DEPTH).start()
+    tape_copy(m, g + 1).wait()
+    return g + 1
+
+def stream(m, g, blocks, use, refill=True):
+    """use(i, g) for i in blocks, on the next chunks; each slot is refilled behind it.
+    Not at the end of the tape: nothing is left to refill with."""
+
+    def one(i, g):
+        tape_copy(m, g).wait()
+        use(i, g)
+        if refill:
+            tape_copy(m, g + RING_DEPTH).start()
+        return g + 1
+
+    return lax.fori_loop(blocks.start, blocks.stop, one, g)
+
+# ---- exchanges between ranks ---------------------------------------------------------------------
+#
+# A stage exchanges between the ranks that differ in one factor of the mesh, innermost first; on the
+# wire everything is u32. Each use of a stage takes the other half of the inbox: a peer starts use
+# k + 2 after it has my message of use k + 1, sent when I had read all of use k. The gather buffer
+# is read when its last stage is over: a counter of its own. All ranks make the same exchanges in
+# the same order, one at a time.
+
+class Stage(NamedTuple):
+    number: int
+    size: int  # ranks that exchange
+    stride: int  # between neighbours
+    first: int  # inbox slot of the first member
+
+CORE = Stage(0, 2, 1, 0)
+CHIP = Stage(1, 4, 2, 2)
+STAGES = (CORE, CHIP)
+
+def member(stage):
+    """My place among the ranks of this stage."""
+    return lax.rem(lax.div(lax.axis_index("tp"), stage.stride), stage.size)
+
+def peer(stage, step):
+    """The rank `step` places further round."""
+    me = member(stage)
+    return lax.axis_index("tp") + (lax.rem(me + step, stage.size) - me) * stage.stride
+
+def half(m, counter):
+    """Which of the two buffer halves the current use of this counter has."""
+    return lax.rem(m.phase[counter], 2)
+
+def remote_copies(m, stage, block):
+    """My block to the same place of every other member."""
+    arrived = m.arrived.at[half(m, stage.number), stage.number]
+    mesh = pl.DeviceIdType.MESH
+    return [
+        pltpu.make_async_remote_copy(block, block, m.sent, arrived, (peer(stage, step),), mesh)
+        for step in range(1, stage.size)
+    ]
+
+def inbox_copies(m, stage, width):
+    slot = m.inbox.at[half(m, stage.number), stage.first + member(stage)]
+    return remote_copies(m, stage, slot.at[:, : -(-width // LANES) * LANES])
+
+def inbox_start(m, stage, words):
+    m.inbox[half(m, stage.number), stage.first + member(stage), :, : words.shape[1]] = words
+    for copy in inbox_copies(m, stage, words.shape[1]):
+        copy.start()
+
+def inbox_finish(m, stage, width):
+    """Waits for all messages, mine and the peers'; the words of all members, in order."""
+    for copy in inbox_copies(m, stage, width):
+        copy.wait()
+    members = range(stage.first, stage.first + stage.size)
+    words = [m.inbox[half(m, stage.number), i, :, :width] for i in members]
+    m.phase[stage.number] += 1
+    return words
+
+def reduce_start(m, stage, x, width):
+    """x [8, width] f32: this rank's term, on its way to the other members."""
+    inbox_start(m, stage, bitcast(x[: m.rows, :width], u32))
+
+def reduce_finish(m, stage, x, width):
+    """x = the sum of all members' terms in order: the same bits everywhere."""
+    terms = [bitcast(w, f32) for w in inbox_finish(m, stage, width)]
+    x[: m.rows, :width] = functools.reduce(jnp.add, terms)
+
+def all_reduce(m, x, width):
+    for stage in STAGES:
+        reduce_start(m, stage, x, width)
+        reduce_finish(m, stage, x, width)
+
+def greedy_start(m, stage, top, token):
+    words = jnp.concatenate([bitcast(top, u32), bitcast(token, u32)], axis=1)
+    inbox_start(m, stage, words[: m.rows])
+
+def greedy_finish(m, stage):
+    """The best (max, lowest id) of all members."""
+    words = inbox_finish(m, stage, 2 * LANES)
+    pairs = [(bitcast(w[:, :LANES], f32), bitcast(w[:, LANES:], i32)) for w in words]
+    top, token = pairs[0]
+    for value, other in pairs[1:]:
+        wins = (value > top) | ((value == top) & (other < token))
+        top, token = jnp.where(wins, value, top), jnp.where(wins, other, token)
+    return pad_rows(top), pad_rows(token)
+
+def all_greedy(m, top, token):
+    for stage in STAGES:
+        greedy_start(m, stage, top, token)
+        top, token = greedy_finish(m, stage)
+    return top, token
+
+def open_exchanges(m):
+    """Counters to zero; then wait until every rank that will write here is in this kernel."""
+    for counter in range(len(STAGES) + 1):
+        m.phase[counter] = 0
+    barrier, mesh = pltpu.get_barrier_semaphore(), pl.DeviceIdType.MESH
+    for stage in STAGES:
+        for step in range(1, stage.size):
+            pl.semaphore_signal(barrier, 1, device_id=(peer(stage, step),), device_id_type=mesh)
+    pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
+
+# ---- attention over a positional cache -----------------------------------------------------------
+#
+# A cache is u32 [layers, rows, blocks, context / 2, 128]: a word holds tokens 2 i (low half) and
+# 2 i + 1 (high) of one feature, a block is 128 features. All (row, tile) pairs of active rows form
+# one list of items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
+
+KV_TILE = 256  # tokens
+KV_SLOTS = 8  # tiles in VMEM: half computed on, half on their way
+KV_BATCH = 4
+MASKED = -1e30  # finite: a tile whose tokens are all masked must not make NaN
+
+class Cache(NamedTuple):  # The VMEM side of one kind of cache.
+    tiles: object  # u32 [KV_SLOTS, blocks, KV_TILE / 2, 128]
+    token: object  # u32 [blocks, 8, 128]: the new token, in the high half
+    word: object  # u32 [rows, blocks, 1, 128]: the new token's words, to be written back
+    queries: object  # bf16 [8, heads padded, features that are scored]
+    mixed: object  # f32 [8, heads padded, features that are summed]
+    keys: tuple  # blocks that are scored
+    values: tuple  # blocks that are summed
+    scale: float
+
+def open_cache(m, name, keys, values, scale):
+    refs = (getattr(m, f"{name}_{part}") for part in ("tiles", "token", "word", "queries", "mixed"))
+    kv = Cache(*refs, keys, values, scale)
+    kv.mixed[...] = jnp.zeros_like(kv.mixed)  # inactive rows: o = 0
+    return kv
+
+def kv_item(m, i):
+    """(row, tile) of item i."""
+    item = m.kv_items[i]
+    return item >> 16, item & 0xFFFF
+
+def kv_last(m, i):
+    """The row's newest token, counted from the start of item i's tile."""
+    row, tile = kv_item(m, i)
+    return m.positions[row] - tile * KV_TILE
+
+def kv_newest(m, i):
+    """Does the new token fall into item i's tile?"""
+    last = kv_last(m, i)
+    return (last >= 0) & (last < KV_TILE)
+
+def list_kv_items(m):
+    """kv_items: every tile that holds a token of an active row, row after row; kv_count: how many.
+    The last batch is filled up with the tiles after the last one, where no token counts; the next
+    row overwrites the filling."""
+    count = jnp.int32(0)
+    for row in range(m.rows):
+
+        def put(tile, base, row=row):
+            m.kv_items[base + tile] = (row << 16) | tile
+            return base
+
+        tiles = lax.div(m.positions[row] + KV_TILE, KV_TILE)  # inactive (-1): 0
+        filled = jnp.where(tiles > 0, tiles + KV_BATCH - 1, 0)
+        count = lax.fori_loop(0, filled, put, count) + tiles
+    m.kv_count[0] = count
+
+def put_queries(kv, queries):
+    """One f32 [8, n] a head -> bf16 [8, heads padded, n]."""
+    none = [jnp.zeros_like(queries[0])] * (kv.queries.shape[1] - len(queries))
+    kv.queries[...] = jnp.swapaxes(jnp.stack(queries + none), 0, 1).astype(bf16)
+
+def put_token(kv, x):
+    """The new token's features, f32 [8, blocks * 128]."""
+    blocks = [x[:, j : j + LANES] for j in range(0, x.shape[1], LANES)]
+    kv.token[...] = jnp.stack([bitcast(round_bf16(b), u32) for b in blocks])
+
+def append_token(m, kv, i):
+    """The new token into its tile, and its words into kv.word.
+    Its partner in the word is the token before it (odd position: kept) or not there yet (zero)."""
+    (row, _), last = kv_item(m, i), kv_last(m, i)
+    odd = (last & 1) == 1  # KV_TILE is even
+    here = (lax.rem(i, KV_SLOTS), slice(None), pl.ds(last >> 1, 1), slice(None))
+    partner = kv.tiles[here] & jnp.where(odd, u32(0x0000FFFF), u32(0))
+    token = kv.token[:, pl.ds(row, 1), :]
+    word = partner | jnp.where(odd, token, token >> 16)
+    kv.tiles[here] = word
+    kv.word[row] = word
+
+def read_tile(m, kv, i):
+    """(keys, values) of item i, bf16 [KV_TILE, lanes]; cleared beyond the newest token: 0 * NaN."""
+    last, words = kv_last(m, i), kv.tiles[lax.rem(i, KV_SLOTS)]
+    low = 2 * lax.broadcasted_iota(i32, words.shape[1:], 0)
+    only_low = jnp.where(low == last, u32(0xFFFF), u32(0))
+    keep = jnp.where(low < last, u32(0xFFFFFFFF), only_low)
+    blocks = [bitcast(words[b] & keep, bf16) for b in range(words.shape[0])]
+    return [jnp.concatenate([blocks[b] for b in part], axis=1) for part in (kv.keys, kv.values)]
+
+def softmax_tile(scores, last):
+    """Maximum and sum [heads, 1], weights [heads, KV_TILE], of one tile alone."""
+    token = lax.broadcasted_iota(i32, scores.shape, 1)
+    scores = jnp.where(token <= last, scores, MASKED)
+    top = jnp.max(scores, axis=1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    return top, jnp.sum(weights, axis=1, keepdims=True), weights
+
+def empty_softmax(kv):
+    """(maximum, sum, weighed values) of no token."""
+    heads, width = kv.mixed.shape[1:]
+    return jnp.zeros((heads, 1), f32), jnp.zeros((heads, 1), f32), jnp.zeros((heads, width), f32)
+
+def attend_batch(m, kv, first, running):
+    """KV_BATCH independent tiles, then the online softmax over them in order.
+    Stage by stage: one tile after another, each would wait for the MXU and for its maximum. A
+    row's last tile leaves the result in kv.mixed."""
+    items = [first + j for j in range(KV_BATCH)]
+    tiles = [read_tile(m, kv, i) for i in items]
+    queries = [kv.queries[kv_item(m, i)[0]] for i in items]
+    scores = [dot_t(q, t[0]) * kv.scale for q, t in zip(queries, tiles)]
+    parts = [softmax_tile(s, kv_last(m, i)) for i, s in zip(items, scores)]
+    mixed = [dot(p[2].astype(bf16), t[1]) for p, t in zip(parts, tiles)]
+    for i, (part_top, part_total, _), part in zip(items, parts, mixed):
+        row, tile = kv_item(m, i)
+        before = jnp.where(tile == 0, -jnp.inf, running[0])  # a new row: forget the one before
+        top = jnp.maximum(before, part_top)
+        fade, gain = jnp.exp(before - top), jnp.exp(part_top - top)
+        running = (top, running[1] * fade + part_total * gain, running[2] * fade + part * gain)
+        kv.mixed[row] = running[2] / running[1]
+    return running
+
+def gqa_inputs(kv, q, k, v, head_dim, kv_heads):
+    """Queries and the new token.
+    A head sits in the lanes of its own KV head, zeros elsewhere: one dot scores them all."""
+    wide, heads, token, queries = whole_blocks(head_dim), heads_of(q, head_dim), [], []
+    for h, head in enumerate(heads):
+        own = h // (len(heads) // kv_heads)
+        lines = [pad_lanes(head if j == own else head * 0.0, wide) for j in range(kv_heads)]
+        queries.append(jnp.concatenate(lines, axis=1))
+    for pair in zip(heads_of(k, head_dim), heads_of(v, head_dim)):
+        token += [pad_lanes(x, wide) for x in pair]
+    put_queries(kv, queries)
+    put_token(kv, jnp.concatenate(token, axis=1))
+
+def gqa_output(kv, heads, head_dim, kv_heads):
+    """[8, heads * head_dim] f32."""
+    mixed, wide = jnp.swapaxes(kv.mixed[...], 0, 1), whole_blocks(head_dim)
+    at = [h // (heads // kv_heads) * wide for h in range(heads)]
+    return jnp.concatenate([mixed[h][:, a : a + head_dim] for h, a in enumerate(at)], axis=1)
+
+def whole_blocks(width):
+    return -(-width // LANES) * LANES
+
+def rope_tables(m, base, width, head_dim):
+    """cos, sin [8, head_dim]: x * cos + swapped halves * sin rotates `width` features."""
+    shape = (ROWS_PADDED, head_dim)
+    lane = lax.broadcasted_iota(i32, shape, 1)
+    position = jnp.broadcast_to(jnp.maximum(m.position_column[...], 0), shape).astype(f32)
+    half = width // 2
+    pair = jnp.where(lane < half, lane, lane - half).astype(f32)
+    angle = position * jnp.exp(pair * (-math.log(base) / half))
+    sin = jnp.sin(angle)
+    cos = jnp.where(lane < width, jnp.cos(angle), 1.0)
+    return cos, jnp.where(lane < width, jnp.where(lane < half, -sin, sin), 0.0)
+
+def rotate_heads(x, head_dim, width, cos, sin):
+    """Half-split rotation of each head of x [8, heads * head_dim]."""
+    half, out = width // 2, []
+    for y in heads_of(x, head_dim):
+        swapped = [y[:, half:width], y[:, :half], *([y[:, width:]] if width < head_dim else [])]
+        out.append(y * cos + jnp.concatenate(swapped, axis=1) * sin)
+    return jnp.concatenate(out, axis=1)
+
+# ---- routed experts ------------------------------------------------------------------------------
+
+class Section(NamedTuple):  # One matrix of an expert: bf16, two a word, panel after panel.
+    at: int  # first u32 row in the slot
+    k: int
+    panels: int  # of 128 columns
+    panel_rows: int
+    scales_at: int
+    scale_rows: int  # a panel
+    wide: int  # panels of one basic block: enough to hide the drain of a dot
+
+EXPERT_UP = Section(0, 2048, 6, 1024, 6144, 0, 6)  # gate | up
+EXPERT_DOWN = Section(6144, 384, 16, 192, 9216, 0, 16)
+LOCAL_EXPERTS = 32
+EXPERT_SLOTS = 4
+
+def first_expert():
+    """The first of this rank's experts; the ranks of one tensor-parallel group share them."""
+    return lax.div(lax.axis_index("tp"), 2) * LOCAL_EXPERTS
+
+def lower_lanes(flags):
+    """flags [8, n] bool -> f32 [8, n]: how many lower lanes of the row are set.
+    A prefix sum is a product with a triangle; panels of 128 lanes are stacked to share one dot."""
+    n = flags.shape[1]
+    count = -(-n // LANES)
+    flags = pad_lanes(jnp.where(flags, 1.0, 0.0), count * LANES)
+    stack = jnp.concatenate(heads_of(flags, LANES), axis=0)
+    below = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 0)
+    lane = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 1)
+    triangle = jnp.where(below < lane, 1.0, 0.0).astype(bf16)  # its right half sums whole panels
+    sums = dot(stack.astype(bf16), triangle)
+    counts, before = [], jnp.zeros((ROWS_PADDED, LANES), f32)
+    for j in range(count):
+        rows = sums[j * ROWS_PADDED : (j + 1) * ROWS_PADDED]
+        counts.append(before + rows[:, :LANES])
+        before += rows[:, LANES:]
+    return jnp.concatenate(counts, axis=1)[:, :n]
+
+def top_k_lanes(key, top_k):
+    """bool [8, n]: the top_k largest of each row of key, ties to the lowest lane."""
+
+    def strike(_, left):
+        # the largest value goes wherever it stands, until top_k are gone
+        top = jnp.max(left, axis=1, keepdims=True)
+        struck = jnp.sum(jnp.where(left == -jnp.inf, 1.0, 0.0), axis=1, keepdims=True)
+        return jnp.where((left == top) & (struck < top_k), -jnp.inf, left)
+
+    left = lax.fori_loop(0, top_k, strike, key)
+    # the last value struck may stand in more lanes than are needed
+    last = jnp.min(jnp.where(left == -jnp.inf, key, jnp.inf), axis=1, keepdims=True)
+    above, tied = key > last, key == last
+    need = top_k - jnp.sum(jnp.where(above, 1.0, 0.0), axis=1, keepdims=True)
+    return above | (tied & (lower_lanes(tied) < need))
+
+def want_experts(m, chosen):
+    """Marks this rank's experts that any row chose: their local id, else a number past all ids."""
+    experts = chosen.shape[1]
+    local = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert()
+    mine = (local >= 0) & (local < LOCAL_EXPERTS)
+    wanted = mine & (jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0)
+    m.wanted[...] = jnp.where(wanted, local.astype(f32), float(experts))
+    m.expert_count[0] = jnp.sum(jnp.where(wanted, 1.0, 0.0)).astype(i32)
+
+def take_expert(m, i):
+    """The lowest expert still wanted becomes number i of the list."""
+    wanted = m.wanted[...]
+    lowest = jnp.min(wanted)
+    m.expert_ids[i] = lowest.astype(i32)
+    m.wanted[...] = jnp.where(wanted == lowest, float(wanted.shape[1]), wanted)
+
+def take_rest(m):
+    """Completes the list, while the first experts are on their way."""
+    count = m.expert_count[0]
+    lax.fori_loop(jnp.minimum(count, EXPERT_SLOTS), count, lambda i, _: take_expert(m, i), None)
+
+def panel_part(m, slot, at, panel, panel_rows, skip, rows):
+    """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
+    start = at + panel * panel_rows + skip
+    start = pl.multiple_of(start, 8) if panel_rows % 8 == 0 else start
+    return m.expert_slot[slot, pl.ds(start, rows), :]
+
+def expert_matmul(m, slot, s, lhs, write):
+    """x W of one section: write(panel, width, f32 [8, width]); lhs: bf16 [8, k]."""
+
+    def group(trip, _):
+        p, wide, rows = trip * s.wide, s.wide, s.panel_rows
+        w = [panel_part(m, slot, s.at, p + i, rows, 0, rows) for i in range(wide)]
+        w = jnp.concatenate([bitcast(part, bf16) for part in w], axis=1)
+        write(p, wide * LANES, dot(lhs[...], w))
+
+    lax.fori_loop(0, s.panels // s.wide, group, None)
+
+def run_expert(m, i, route, y):
+    """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
+    slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
+
+    def write_up(panel, columns, gate_up):
+        m.expert_gate_up[:, lanes(panel * LANES, columns)] = gate_up
+
+    def add_down(panel, columns, down):
+        y[:, lanes(panel * LANES, columns)] += weight * down
+
+    expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
+    gate = round_bf16(m.expert_gate_up[:, :width])
+    up = round_bf16(m.expert_gate_up[:, 384 : 384 + width])
+    h = silu(gate, up).astype(bf16)
+    m.expert_h[...] = h
+    here = lax.broadcasted_iota(i32, route.shape, 1) == first_expert() + m.expert_ids[i]
+    weight = jnp.sum(jnp.where(here, route[...], 0.0), axis=1, keepdims=True)
+    expert_matmul(m, slot, EXPERT_DOWN, m.expert_h, add_down)
+
+# ---- copies --------------------------------------------------------------------------------------
+
+def embed_copy(m, row):
+    """The embedding row of row's token."""
+    source, target = (
+        m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)],
+        m.embed_words.at[:, row, :],
+    )
+    return async_copy(source, target, m.embed_sem)
+
+def cache_tile_copy(m, index, i):
+    """Tile of item i, into its slot."""
+    slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m, i)
+    first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)
+    source, target = (
+        m.attention_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :],
+        m.cache_tiles.at[slot],
+    )
+    return async_copy(source, target, m.cache_tile_sem.at[slot])
+
+def cache_word_copy(m, index, row):
+    """The words of the row's new token, back into the cache."""
+    source, target = (
+        m.cache_word.at[row],
+        m.attention_cache.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :],
+    )
+    return async_copy(source, target, m.cache_word_sem.at[row])
+
+def expert_copy(m, index, i):
+    """Number i of the layer's list of experts, into its slot."""
+    slot = lax.rem(i, EXPERT_SLOTS)
+    source, target = m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]], m.expert_slot.at[slot]
+    return async_copy(source, target, m.expert_sem.at[slot])
+
+def tape_copy(m, g):
+    """Chunk g of the tape into its ring slot."""
+    slot = lax.rem(g, RING_DEPTH)
+    first = pl.multiple_of(m.chunks[2 * g], 8)
+    rows = pl.multiple_of(m.chunks[2 * g + 1], 8)
+    source, target = m.tape.at[pl.ds(first, rows)], m.ring.at[slot, pl.ds(0, rows)]
+    return async_copy(source, target, m.ring_sem.at[slot])
+
+# ---- sub-layers ----------------------------------------------------------------------------------
+
+def begin(m, g):
+    """Embedding rows of the tokens."""
+    for row in range(m.rows):
+        pl.when(embed_here(m, row))(lambda: embed_copy(m, row).start())
+    for row in range(m.rows):
+        pl.when(embed_here(m, row))(lambda: embed_copy(m, row).wait())
+    # -- embed
+    m.embedded[...] = embedded_rows(m, 2048)
+    all_reduce(m, m.embedded, 2048)
+    # -- enter
+    m.running[...] = m.embedded[...].astype(bf16)
+    return g
+
+def attention(m, layer, index, g):
+    """Grouped-query attention with a positional cache."""
+
+    def first_cache_tile_copy(i, _):
+        cache_tile_copy(m, index, i).start()
+
+    lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
+    tape_copy(m, g).wait()
+    # -- attention.norm
+    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- attention.qkv
+    m.qkv_y[...] = jnp.zeros_like(m.qkv_y)
+
+    def attention_qkv_block(i, g):
+        x = m.h[:, lanes(i * 1024, 1024)]
+        w = panels(m, g, 0, 1024, 768)
+        m.qkv_y[...] += dot(x, w)
+
+    g = stream(m, g, range(2), attention_qkv_block)
+    tape_copy(m, g).wait()
+    # -- attention.qk
+    q, k = round_bf16(m.qkv_y[:, 0:512]), round_bf16(m.qkv_y[:, 512:640])
+    q = round_bf16(
+        norm_heads(q, line(bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32), 128), 1e-06)
+    )
+    k = round_bf16(
+        norm_heads(k, line(bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32), 128), 1e-06)
+    )
+    cos, sin = rope_tables(m, 1000000.0, 128, 128)
+    q = rotate_heads(q, 128, 128, cos, sin)
+    k = rotate_heads(k, 128, 128, cos, sin)
+    m.q_rope[...] = q.astype(bf16)
+    m.k_rope[...] = k.astype(bf16)
+    # -- attention.attention
+    kv = open_cache(m, "cache", keys=(0,), values=(1,), scale=0.08838834764831845)
+    gqa_inputs(
+        kv,
+        m.q_rope[...].astype(f32),
+        m.k_rope[...].astype(f32),
+        round_bf16(m.qkv_y[:, 640:768]),
+        128,
+        1,
+    )
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+
+    def cache_batch(batch, running):
+        for j in range(KV_BATCH):
+            i = batch * KV_BATCH + j
+            pl.when(i < m.kv_count[0])(lambda: cache_tile_copy(m, index, i).wait())
+            pl.when(kv_newest(m, i))(lambda: append_token(m, kv, i))
+            pl.when(kv_newest(m, i))(lambda: cache_word_copy(m, index, kv_item(m, i)[0]).start())
+        running = attend_batch(m, kv, batch * KV_BATCH, running)
+        for j in range(KV_BATCH):
+            i = batch * KV_BATCH + j
+            pl.when(i + KV_SLOTS < m.kv_count[0])(
+                lambda: cache_tile_copy(m, index, i + KV_SLOTS).start()
+            )
+        return running
+
+    lax.fori_loop(
+        0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, empty_softmax(kv)
+    )
+    m.attended[...] = gqa_output(kv, 4, 128, 1).astype(bf16)
+    tape_copy(m, g).wait()
+    # -- attention.o
+    m.o_y[...] = dot(m.attended[...], panels(m, g, 0, 512, 2048))
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    all_reduce(m, m.o_y, 2048)
+    # -- attention.add
+    m.running[...] = (m.running[...].astype(f32) + round_bf16(m.o_y[...])).astype(bf16)
+    each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
+    return g
+
+def moe(m, layer, index, g):
+    """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
+    tape_copy(m, g).wait()
+    # -- moe.norm
+    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
+    # -- moe.router
+    m.router_y[...] = dot(m.h[...], panels(m, g, 8, 2048, 128))
+    # -- moe.route
+    logits = m.router_y[...]
+    score = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+    score = score / jnp.sum(score, axis=1, keepdims=True)
+    chosen = top_k_lanes(score, 8) & (m.position_column[...] >= 0)
+    weight = jnp.where(chosen, score, 0.0)
+    total = jnp.sum(weight, axis=1, keepdims=True)
+    weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
+    m.route[...] = weight
+    want_experts(m, chosen)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+
+    # -- moe.experts
+    def first_experts(i, _):
+        take_expert(m, i)
+        expert_copy(m, index, i).start()
+
+    lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
+    m.routed[...] = jnp.zeros_like(m.routed)
+    m.expert_x[...] = m.h[...]
+    take_rest(m)
+
+    def routed_expert(i, _):
+        expert_copy(m, index, i).wait()
+        run_expert(m, i, m.route, m.routed)
+        pl.when(i + EXPERT_SLOTS < m.expert_count[0])(
+            lambda: expert_copy(m, index, i + EXPERT_SLOTS).start()
+        )
+
+    lax.fori_loop(0, m.expert_count[0], routed_expert, None)
+    all_reduce(m, m.routed, 2048)
+    # -- moe.add
+    m.running[...] = (m.running[...].astype(f32) + round_bf16(m.routed[...])).astype(bf16)
+    return g
+
+def end(m, g):
+    """Final norm, logits of this rank's vocabulary, greedy token."""
+    tape_copy(m, g).wait()
+    # -- end.norm
+    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- head
+    m.logits[...] = jnp.zeros_like(m.logits)
+
+    def head_block(i, g):
+        k, n = lax.rem(i, 4), lax.div(i, 4)
+        x = m.h[:, lanes(k * 512, 512)]
+        w = panels(m, g, 0, 512, 1920)
+        m.logits[:, lanes(n * 1920, 1920)] += dot(x, w)
+
+    g = stream(m, g, range(22), head_block)
+    g = stream(m, g, range(22, 40), head_block, refill=False)
+    # -- greedy
+    first = lax.axis_index("tp") * 18992
+    top, token = greedy_local(m.logits[:, :18992], first, jnp.clip(151936 - first, 0, 18992))
+    top, token = all_greedy(m, top, token)
+    m.token[...] = token
+    return g
+
+def decode_layer(m, layer, g):
+    """One layer: its mixer, then its ffn, as the table says."""
+    index = m.facts[layer * FACTS + MIXER_INDEX]
+    g = attention(m, layer, index, g)
+    index = m.facts[layer * FACTS + FFN_INDEX]
+    g = moe(m, layer, index, g)
+    return g
+
+def decode_kernel(m):
+    """The whole step. `m` has every place as an attribute, and `rows`, the number of rows."""
+    open_exchanges(m)
+    lax.fori_loop(0, RING_DEPTH, lambda g, _: tape_copy(m, g).start(), None)
+    fill_positions(m)
+    list_kv_items(m)
+    g = begin(m, 0)
+    g = lax.fori_loop(0, LAYERS, lambda layer, g: decode_layer(m, layer, g), g)
+    end(m, g)
+
+# ---- places --------------------------------------------------------------------------------------
+
+OPERANDS = {  # name: where
+    "tokens": pltpu.SMEM,  # token id of each row
+    "positions": pltpu.SMEM,  # position of each row; -1: inactive
+    "chunks": pltpu.SMEM,  # first row and rows of each chunk of the tape
+    "facts": pltpu.SMEM,  # per-layer data, FACTS words a layer
+    "tape": pl.ANY,  # u32 [695816, 128]
+    "experts": pl.ANY,  # u32 [1536, 9216, 128]
+    "embedding": pl.ANY,  # u32 [151936, 128]
+}
+
+def states(rows):
+    """HBM arrays that the step reads and updates in place, of one rank."""
+    array = jax.ShapeDtypeStruct
+    return {
+        "attention_cache": array((48, rows, 2, 2048, 128), u32)  # two tokens a word
+    }
+
+def outputs(rows):
+    return {
+        "logits": jax.ShapeDtypeStruct((8, 19200), f32),  # logits of this rank's vocabulary
+        "token": jax.ShapeDtypeStruct((8, 128), i32),  # the greedy token of each row, on every lane
+    }
+
+def places(rows):
+    """VMEM, SMEM and semaphores of one core."""
+    vmem, smem, dma = pltpu.VMEM, pltpu.SMEM, pltpu.SemaphoreType.DMA
+    return {
+        "embed_words": vmem((8, rows, 128), u32),  # embedding rows, two features a word
+        "embed_sem": dma,  # embedding rows
+        "embedded": vmem((8, 2048), f32),  # embed
+        "running": vmem((8, 2048), bf16),  # the residual stream
+        "h": vmem((8, 2048), bf16),  # rms norm
+        "qkv_y": vmem((8, 768), f32),  # q | k | v, not rounded
+        "q_rope": vmem((8, 512), bf16),  # qk norm rope
+        "k_rope": vmem((8, 128), bf16),  # qk norm rope
+        "cache_tiles": vmem((8, 2, 128, 128), u32),  # tiles of the cache, one a slot
+        "cache_token": vmem((2, 8, 128), u32),  # the new token of each row
+        "cache_word": vmem((rows, 2, 1, 128), u32),  # its words, to be written back
+        "cache_queries": vmem((8, 8, 128), bf16),  # queries
+        "cache_mixed": vmem((8, 8, 128), f32),  # weighed values
+        "cache_tile_sem": dma((8,)),  # one a tile slot
+        "cache_word_sem": dma((rows,)),  # new words out
+        "kv_items": smem((131,), i32),  # row << 16 | tile of every tile to be read
+        "kv_count": smem((1,), i32),  # how many
+        "attended": vmem((8, 512), bf16),  # gqa attention
+        "o_y": vmem((8, 2048), f32),  # out, not rounded
+        "router_y": vmem((8, 128), f32),  # logits, not rounded
+        "route": vmem((8, 128), f32),  # route
+        "expert_slot": vmem((4, 9216, 128), u32),  # experts, one a slot
+        "expert_sem": dma((4,)),  # one an expert slot
+        "expert_ids": smem((32,), i32),  # local ids of the distinct experts of this step
+        "expert_count": smem((1,), i32),  # how many
+        "wanted": vmem((1, 128), f32),  # local ids of experts not yet in the list
+        "expert_gate_up": vmem((8, 768), f32),  # gate | up of one expert
+        "expert_x": vmem((8, 2048), bf16),  # left operand
+        "expert_h": vmem((8, 384), bf16),  # left operand
+        "routed": vmem((8, 2048), f32),  # routed experts
+        "ring": vmem((18, 4096, 128), u32),  # chunks of the tape, one a slot
+        "ring_sem": dma((18,)),  # one a ring slot
+        "position_column": vmem((8, 1), i32),  # positions as a column; padding rows are inactive
+        "inbox": vmem((2, 6, rows, 2048), u32),  # by half, member; peers write here
+        "phase": smem((3,), i32),  # uses of each stage so far; gathers so far
+        "sent": dma,  # messages on their way out
+        "arrived": dma((2, 2)),  # messages that came in: half, stage
+    }
+
+def decode_call(rows, operands, state, interpret=False):
+    """The pallas_call on one rank -> (outputs, states); the states are updated in place.
+    On the chip the kernel writes to the states where they are, and they are handed on: as aliased
+    outputs, XLA would copy them on every call. The interpreter gives back outputs only."""
+    out, held, scratch = outputs(rows), states(rows), places(rows)
+    aliased = held if interpret else {}
+    given = [f"{n}_in" if interpret else n for n in held]
+    names = [*OPERANDS, *given, *out, *aliased, *scratch]
+
+    def body(*refs):
+        decode_kernel(SimpleNamespace(rows=rows, **dict(zip(names, refs))))
+
+    hbm, vmem = (pl.BlockSpec(memory_space=s) for s in (pltpu.HBM, pltpu.VMEM))
+    limits = dict(vmem_limit_bytes=64 * 2**20, collective_id=0, disable_bounds_checks=True)
+    got = pl.pallas_call(
+        body,
+        name="qwen3_30b_a3b_decode",
+        out_shape=[*out.values(), *aliased.values()],
+        in_specs=[pl.BlockSpec(memory_space=s) for s in OPERANDS.values()] + [hbm] * len(held),
+        out_specs=[vmem] * len(out) + [hbm] * len(aliased),
+        scratch_shapes=list(scratch.values()),
+        input_output_aliases={len(OPERANDS) + i: len(out) + i for i in range(len(aliased))},
+        compiler_params=pltpu.CompilerParams(has_side_effects=True, **limits),
+        interpret=interpret,
+    )(*[operands[n] for n in OPERANDS], *[state[n] for n in held])
+    return dict(zip(out, got)), dict(zip(held, got[len(out) :])) if interpret else state
