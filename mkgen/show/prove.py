@@ -66,8 +66,15 @@ def allocations(each: dict[int, dict]):
     for name in dict.fromkeys(name for buffers in found.values() for name in buffers):
         pairs = [(b.get(name, {}).get("planned"), b.get(name, {}).get("actual")) for b in found.values()]
         cells = ["none" if size is None else plain(size) for pair in pairs for size in pair]
-        t.add_row(name, *cells, "" if all(planned == actual for planned, actual in pairs) else "differs")
+        t.add_row(name, *cells, remark(pairs))
     return t
+
+
+def remark(pairs: list[tuple[int | None, int | None]]) -> str:
+    """What to say of (planned, allocated) bytes: a buffer that lives in registers takes none."""
+    if all(planned == actual for planned, actual in pairs):
+        return ""
+    return "in registers" if all(actual in (0, planned) for planned, actual in pairs) else "differs"
 
 
 def verified(spec: Spec, results: Iterable[Any], as_json: bool) -> bool:
@@ -79,6 +86,7 @@ def verified(spec: Spec, results: Iterable[Any], as_json: bool) -> bool:
         return good
     t = show.table(f"{spec.model.name}: mini model against the reference", "rung", "compared", ">error", ">bound",
                    "verdict")
+    t.columns[0].no_wrap = True
     for r in rungs:
         word = show.coloured(r["verdict"])
         if r.get("reason") and r["verdict"] != "pass":
