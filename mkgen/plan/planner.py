@@ -18,6 +18,8 @@ def make_plan(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     memory = Memory(graph, spec.build, mesh, target)
     end_chunks = count_end(graph, memory)
     memory.ring_depth = min(spec.build.ring_depth, end_chunks)
+    if memory.ring_depth < spec.build.ring_depth:
+        memory.notes.append(("ring_depth", f"{end_chunks} of {spec.build.ring_depth}: the last sub-layer has no more chunks"))
     regions = {sub.name: lower(memory, sub, end_chunks if sub.role == "end" else None) for sub in graph.sublayers()}
     common.declare_shared(memory)
     plan = Plan(spec=spec, graph=graph, target=target, mesh=mesh, regions=regions, buffers=memory.buffers,

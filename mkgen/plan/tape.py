@@ -74,8 +74,10 @@ def block_seconds(m: Matrix, target: Target) -> tuple[float, float]:
     return m.block_rows * ROW_BYTES / target.hbm_bytes_per_s + target.dma_descriptor_s, cycles / target.clock_hz
 
 
-def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target) -> Matrix:
-    """The layout and block shape whose blocks take least time in all, then least time on the MXU. k, widths: the rank's own."""
+def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target) -> tuple[Matrix, str]:
+    """The layout and block shape whose blocks take least time in all, then least time on the MXU; and why, in a line.
+
+    k, widths: the rank's own."""
     n = sum(p.width for p in parts)
     found: list[tuple[tuple[float, float], Matrix]] = []
 
@@ -99,7 +101,18 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     if not found:
         raise MkgenError(f"{name}: no block of [{k}, {n}] fits into build.block_kib = {slot_rows // 2}\n"
                          f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
-    return min(found, key=lambda f: f[0])[1]
+    found.sort(key=lambda f: f[0])
+    return found[0][1], reason(found, target)
+
+
+def reason(found: list[tuple[tuple[float, float], Matrix]], target: Target) -> str:
+    """The choice in a line: its time, what bounds it, and the best of another layout or block shape."""
+    def told(cost: tuple[float, float], m: Matrix) -> str:
+        return f"{m.layout}, {m.blocks} x [{m.block_k}, {m.block_n}], {cost[0] / 1e3:.2f} us"
+
+    (cost, m), copy = found[0], block_seconds(found[0][1], target)
+    bound = "HBM" if copy[0] >= copy[1] else "MXU"
+    return f"{told(cost, m)} ({bound})" + (f"; next: {told(*found[1])}" if len(found) > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ class Weights:
                              f"  why: each rank adds its own part to the sum\n  fix: a smaller build.mesh")
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
-        m = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target)
+        m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target)
+        self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else "")))
         self.memory.matrices[name] = m
         self.memory.weights.update({w.name: w for w in ws})
         return m

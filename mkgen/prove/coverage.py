@@ -5,12 +5,38 @@ from __future__ import annotations
 import numpy as np
 
 from mkgen.plan.plan import Plan
+from mkgen.plan.regions import Collective, Step, walk
 from mkgen.prove.rung import Rung
 from mkgen.prove.scenario import Scenario
 
 
 def reach(plan: Plan, scenario: Scenario) -> list[Rung]:
     return [_shape(plan), _loop(plan), _tile(plan, scenario), _residual(plan), *_routing(plan, scenario)]
+
+
+def code(full: Plan, mini: Plan) -> Rung:
+    """Does the mini run every piece of code that the full plan does: steps, exchanges, ways to cut and store a matrix?"""
+    missing = sorted(pieces(full) - pieces(mini))
+    compared = f"{len(pieces(full))} kinds of steps, exchanges and matrix layouts of the full plan are in the mini's"
+    return _rung("code", compared, not missing, f"the mini has no {', '.join(missing)}")
+
+
+def pieces(plan: Plan) -> set[str]:
+    """Names of what the plan's code is printed from."""
+    cut = {
+        (False, False): "in one block",
+        (False, True): "cut along N",
+        (True, False): "cut along K",
+        (True, True): "cut",
+    }
+    out = {f"matrix of {m.layout} {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
+    for region in plan.regions.values():
+        for node in walk(region.body):
+            if isinstance(node, Step):
+                out.add(f"{node.template}.{node.macro}")
+            elif isinstance(node, Collective):
+                out.add(f"{node.kind} {node.part}")
+    return out
 
 
 def _rung(name: str, compared: str, good: bool, reason: str = "") -> Rung:

@@ -51,7 +51,7 @@ def watch(findings: Findings, mode: str):
     finally:
         text = out.getvalue()
         sys.stderr.write(text if len(text) < 2000 else text[:2000] + "...\n")
-        races = re.findall(r"RACE DETECTED\n(.*?)\n\n", text, re.S)
+        races = re.findall(r"RACE DETECTED\n(.*?)\n\n", text, re.DOTALL)
         left = re.findall(r"Semaphore .* non-zero count.*", text)
         found = machine.races is not None and machine.races.races_found
         findings.races += max(len(races), int(found))

@@ -5,9 +5,12 @@ is for interpret mode only.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
-from mkgen.errors import SpecErrors
+from mkgen.errors import MkgenError, SpecErrors
+from mkgen.graph.build import build_graph
+from mkgen.plan.planner import make_plan
 from mkgen.plan.shard import round_up
 from mkgen.spec import schedule
 from mkgen.spec.model import Build, Gqa, Kda, Mla, Mlp, Model, Moe, Rope, Run, Spec
@@ -19,15 +22,17 @@ from mkgen.targets import load_target
 HIDDEN = 256  # not counting what is over the last whole 128
 HEAD = 32  # features of a head
 HEADS = 3  # of a rank: odd, as a padded count has to be
+GROUP = 2  # of query heads that a rank has: with one KV head, q, k and v fill one block's columns
 LATENT = 144, 16  # cached latent and shared key: they meet inside a block of 128
 RANK = 20  # a rank's columns of a low-rank projection
-WIDE = 128  # a rank's columns of a wide one, not counting what is over 128
-EXPERT_INPUT = 288  # one whole 256-deep product and a rest of one group of scales
+WIDE = 128  # a rank's columns of a wide projection, not counting what is over 128
+NARROW = 64  # and where gate and up are to fill one block's columns
+EXPERT_INPUT = 384  # one whole 256-deep product and a rest
 EXPERT_WIDTH = 96  # a rank's
 LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
-VOCAB = 552  # a rank's: more blocks of the head than the ring is deep
+VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
 TILE, TILES = 16, 4
-BLOCK_KIB = 72  # one [288, 128] block
+BLOCK_KIB = 48, 64, 96, 128  # the first that can hold a block of every matrix: most are cut, along K too
 
 
 def mini_spec(spec: Spec) -> Spec:
@@ -37,6 +42,12 @@ def mini_spec(spec: Spec) -> Spec:
     problems = validate(replace(mini, build=replace(build, mesh=_real_mesh(build))))
     if problems:
         raise SpecErrors(problems)
+    graph, target = build_graph(mini), load_target(build.chip)
+    for kib in BLOCK_KIB:
+        mini = replace(mini, build=replace(build, block_kib=kib))
+        with contextlib.suppress(MkgenError, ValueError):
+            make_plan(mini, graph, target)
+            break
     return mini
 
 
@@ -55,7 +66,7 @@ def _build(spec: Spec) -> Build:
         mesh=mesh,
         expert_parallel=ranks // tensor,
         tensor_parallel=tensor,
-        block_kib=BLOCK_KIB,
+        block_kib=BLOCK_KIB[0],
         rows=tuple(sorted({1, min(most, 4)})),
         context=TILES * TILE,
         kv_tile=TILE,
@@ -153,10 +164,10 @@ def _gqa(a: Gqa, old_ranks: int, ranks: int) -> Gqa:
     head, group = min(a.head_dim, HEAD), a.heads // a.kv_heads
     if a.kv_heads < old_ranks:  # several ranks share a KV head: two of them do, if there are two
         kv_heads = max(1, ranks // 2)
-        heads = ranks * min(a.heads // old_ranks, HEADS)
+        heads = ranks * min(a.heads // old_ranks, GROUP)
     else:
         kv_heads = ranks * min(a.kv_heads // old_ranks, 2)
-        heads = kv_heads * min(group, HEADS)
+        heads = kv_heads * min(group, GROUP)
     rope = a.rope
     if rope is not None and rope.width is not None:
         rope = replace(rope, width=round_up(rope.width * head // a.head_dim, 2))
@@ -189,7 +200,7 @@ def _kda(a: Kda, old_ranks: int, ranks: int) -> Kda:
 
 
 def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
-    return replace(f, width=sharded(f.width, old.ranks, new.ranks, WIDE))
+    return replace(f, width=sharded(f.width, old.ranks, new.ranks, NARROW))
 
 
 def _moe(f: Moe, old: Build, new: Build) -> Moe:

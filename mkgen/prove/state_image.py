@@ -95,7 +95,7 @@ def to_logical(layout: Layout, arrays: list[np.ndarray], logical_shape: tuple[in
 def _from_rows(layout: Layout, x: np.ndarray) -> np.ndarray:
     """x [layers, rows, local features] -> the rank's own order of axes, rows padded with NaN."""
     if layout.op.kind == "short_conv":  # [layers, taps - 1, 8, width]
-        layers, taps, padded, width = layout.shape
+        layers, taps, _, width = layout.shape
         out = np.full(layout.shape, np.nan, np.float32)
         out[:, :, : x.shape[1]] = x.reshape(layers, x.shape[1], taps, width).swapaxes(1, 2)
         return out

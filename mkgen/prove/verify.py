@@ -10,9 +10,13 @@ import pickle
 import subprocess
 import sys
 
+from mkgen.graph.build import build_graph
+from mkgen.plan.planner import make_plan
+from mkgen.prove.coverage import code
 from mkgen.prove.mini import mini_spec
 from mkgen.prove.rung import Rung
 from mkgen.spec.model import Spec
+from mkgen.targets import load_target
 
 SECONDS = 1200  # a kernel that waits for ever is given up
 
@@ -23,6 +27,7 @@ def verify_spec(spec: Spec, progress: bool = False) -> list[Rung]:
     Never raises for a kernel that is wrong: one that crashes or hangs is a rung that fails.
     """
     mini = mini_spec(spec)
+    first = code(*(make_plan(s, build_graph(s), load_target(s.build.chip)) for s in (spec, mini)))
     worker = [sys.executable, "-m", "mkgen.prove.worker_verify"]
     try:
         done = subprocess.run(
@@ -32,6 +37,7 @@ def verify_spec(spec: Spec, progress: bool = False) -> list[Rung]:
             env=environment(mini.build.ranks),
             stderr=None if progress else subprocess.PIPE,
             timeout=SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return [Rung("run", "the mini kernel, step by step", None, None, "fail", f"no answer in {SECONDS} s")]
@@ -40,7 +46,7 @@ def verify_spec(spec: Spec, progress: bool = False) -> list[Rung]:
         return [
             Rung("run", "the mini kernel, step by step", None, None, "fail", f"exit code {done.returncode}: {said}")
         ]
-    return [Rung(**rung) for rung in json.loads(done.stdout)]
+    return [first, *(Rung(**rung) for rung in json.loads(done.stdout))]
 
 
 def environment(devices: int) -> dict[str, str]:
