@@ -15,7 +15,7 @@ def reach(plan: Plan, scenario: Scenario) -> list[Rung]:
 
 
 def code(full: Plan, mini: Plan) -> Rung:
-    """Does the mini run every piece of code that the full plan does: steps, exchanges, ways to cut and store a matrix?"""
+    """Does the mini run all code that the full plan does: steps, exchanges, ways to cut and store a matrix?"""
     missing = sorted(pieces(full) - pieces(mini))
     compared = f"{len(pieces(full))} kinds of steps, exchanges and matrix layouts of the full plan are in the mini's"
     return _rung("code", compared, not missing, f"the mini has no {', '.join(missing)}")

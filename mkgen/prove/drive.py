@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import sys
 import tempfile
@@ -23,8 +24,10 @@ from mkgen.prove.state_image import layouts, to_kernel
 
 
 def load_kernel(plan: Plan):
-    """The generated module, imported from a temporary file."""
-    path = Path(tempfile.mkdtemp(prefix="mkgen_")) / "kernel.py"
+    """The generated module, imported from a temporary file that goes with the process (JAX quotes its lines till then)."""
+    folder = tempfile.TemporaryDirectory(prefix="mkgen_verify_")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "kernel.py"
     path.write_text(render_kernel(plan), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("mkgen_generated_kernel", path)
     module = importlib.util.module_from_spec(spec)
