@@ -253,32 +253,31 @@ def half(m, counter):
     """Which of the two buffer halves the current use of this counter has."""
     return lax.rem(m.phase[counter], 2)
 
-def remote_copies(m, stage, block):
-    """My block to the same place of every other member."""
-    arrived = m.arrived.at[half(m, stage.number), stage.number]
-    mesh = pl.DeviceIdType.MESH
+def remote_copies(m, stage, here, block):
+    """My block to the same place of every other member; `here`: the stage's current half."""
+    arrived, mesh = m.arrived.at[here, stage.number], pl.DeviceIdType.MESH
     return [
         pltpu.make_async_remote_copy(block, block, m.sent, arrived, (peer(stage, step),), mesh)
         for step in range(1, stage.size)
     ]
 
-def inbox_copies(m, stage, width):
-    slot = m.inbox.at[half(m, stage.number), stage.first + member(stage)]
-    return remote_copies(m, stage, slot.at[:, : -(-width // LANES) * LANES])
+def inbox_copies(m, stage, here, width):
+    slot = m.inbox.at[here, stage.first + member(stage)]
+    return remote_copies(m, stage, here, slot.at[:, : -(-width // LANES) * LANES])
 
 def inbox_start(m, stage, words):
-    m.inbox[half(m, stage.number), stage.first + member(stage), :, : words.shape[1]] = words
-    for copy in inbox_copies(m, stage, words.shape[1]):
+    here = half(m, stage.number)
+    m.inbox[here, stage.first + member(stage), :, : words.shape[1]] = words
+    for copy in inbox_copies(m, stage, here, words.shape[1]):
         copy.start()
 
 def inbox_finish(m, stage, width):
     """Waits for all messages, mine and the peers'; the words of all members, in order."""
-    for copy in inbox_copies(m, stage, width):
+    here = half(m, stage.number)
+    for copy in inbox_copies(m, stage, here, width):
         copy.wait()
-    members = range(stage.first, stage.first + stage.size)
-    words = [m.inbox[half(m, stage.number), i, :, :width] for i in members]
     m.phase[stage.number] += 1
-    return words
+    return [m.inbox[here, stage.first + i, :, :width] for i in range(stage.size)]
 
 def reduce_start(m, stage, x, width):
     """x [8, width] f32: this rank's term, on its way to the other members."""
@@ -319,7 +318,7 @@ def gather_copies(m, stage, width):
     rank = lax.axis_index("tp")
     run = pl.ds(rank - lax.rem(rank, stage.stride), stage.stride)
     block = m.gather.at[half(m, len(STAGES)), run, :, : -(-width // LANES) * LANES]
-    return remote_copies(m, stage, block)
+    return remote_copies(m, stage, half(m, stage.number), block)
 
 def gather_put(m, x, width):
     """x [8, width] f32: this rank's piece, into its place."""
