@@ -16,7 +16,7 @@ STATES = 0.05  # rms of the difference, over that of a layer's and row's new sta
 
 def all_rungs(plan: Plan, scenario: Scenario, trace: Trace) -> list[Rung]:
     name = f"{trace.rows} row{'s' if trace.rows > 1 else ''}, {trace.mode}"
-    excused = excuses(scenario, trace.steps)
+    excused = excuses(plan, scenario, trace)
     return [
         *logits(plan, scenario, trace, name, excused),
         *states(plan, scenario, trace, name, excused),
@@ -25,10 +25,21 @@ def all_rungs(plan: Plan, scenario: Scenario, trace: Trace) -> list[Rung]:
     ]
 
 
-def excuses(scenario: Scenario, steps: range) -> np.ndarray:
-    """bool [steps, rows]: the row's routing was a close call, in this step or in an earlier one of them."""
-    close = np.stack([scenario.steps[n].gap < GAP_NOISE for n in steps])
-    return np.logical_or.accumulate(close, axis=0)
+def excuses(plan: Plan, scenario: Scenario, trace: Trace) -> np.ndarray:
+    """bool [steps, rows]: the row's routing was a close call, in this step or in an earlier one of them, and its logits show
+    that it went the other way. A close call that both decide alike is compared as any other.
+    """
+    close = np.stack([scenario.steps[n].gap < GAP_NOISE for n in trace.steps])
+    off = np.stack([errors(plan, scenario, trace, i) > LOGITS for i in range(len(trace.steps))])
+    return np.logical_or.accumulate(np.logical_or.accumulate(close, axis=0) & off, axis=0)
+
+
+def errors(plan: Plan, scenario: Scenario, trace: Trace, i: int) -> np.ndarray:
+    """[rows]: largest difference of the logits of the i-th step, as a share of the reference's range; 0 for an inactive row."""
+    step = scenario.steps[trace.steps[i]]
+    got = whole_logits(plan, trace.logits[i], trace.rows)
+    off = np.max(np.abs(got - step.logits), axis=1) / np.maximum(np.ptp(step.logits, axis=1), 1e-12)
+    return np.where(step.positions >= 0, np.nan_to_num(off, nan=np.inf), 0.0)
 
 
 def whole_logits(plan: Plan, local: np.ndarray, rows: int) -> np.ndarray:
@@ -52,12 +63,11 @@ def logits(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.
                 left += 1
                 continue
             want, spread = step.logits[row], np.ptp(step.logits[row])
-            error = np.max(np.abs(got[row] - want)) / spread
-            worst, counted = max(worst, np.nan_to_num(error, nan=np.inf)), counted + 1
+            worst, counted = max(worst, errors(plan, scenario, trace, i)[row]), counted + 1
             first, second = np.sort(want)[[-1, -2]]
             if tokens[0, row] != np.argmax(want) and first - second > LOGITS * spread:
                 wrong.append(f"step {n} row {row}: token {tokens[0, row]}, not {np.argmax(want)}")
-    note = f"{left} excused: a router gap below {GAP_NOISE}" if left else ""
+    note = f"{left} excused: a router gap below {GAP_NOISE} went the other way" if left else ""
     compared = f"logits [{plan.spec.model.vocab}] of {counted} active rows in {len(trace.steps)} steps"
     first = judge(f"{name}: logits", compared, worst, LOGITS, note)
     if not counted:

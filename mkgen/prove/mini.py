@@ -35,9 +35,11 @@ TILE, TILES = 16, 4
 BLOCK_KIB = 48, 64, 96, 128  # the first that can hold a block of every matrix: most are cut, along K too
 
 
-def mini_spec(spec: Spec) -> Spec:
-    """The mini of a valid spec. Raises `SpecErrors` if a rule made something that is no valid spec."""
-    build = _build(spec)
+def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
+    """The mini of a valid spec; whole_mesh: on as many ranks as the spec's. Raises `SpecErrors` if a rule made something
+    that is no valid spec.
+    """
+    build = _build(spec, whole_mesh)
     mini = Spec(_model(spec, build), build, spec.path, Where())
     problems = validate(replace(mini, build=replace(build, mesh=_real_mesh(build))))
     if problems:
@@ -51,9 +53,9 @@ def mini_spec(spec: Spec) -> Spec:
     return mini
 
 
-def _build(spec: Spec) -> Build:
+def _build(spec: Spec, whole_mesh: bool) -> Build:
     old = spec.build
-    mesh = {name: min(size, 2) for name, size in old.mesh.items()}
+    mesh = old.mesh if whole_mesh else {name: min(size, 2) for name, size in old.mesh.items()}
     both = old.expert_parallel > 1 and old.tensor_parallel > 1
     ranks = _product(mesh)
     if both and ranks == 2:  # one factor must carry both kinds of parallelism

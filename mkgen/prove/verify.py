@@ -28,7 +28,16 @@ def verify_spec(spec: Spec, progress: bool = False) -> list[Rung]:
     """
     mini = mini_spec(spec)
     first = code(*(make_plan(s, build_graph(s), load_target(s.build.chip)) for s in (spec, mini)))
-    worker = [sys.executable, "-m", "mkgen.prove.worker_verify"]
+    return [first, *_run(mini, progress)]
+
+
+def verify_whole_mesh(spec: Spec, progress: bool = False) -> list[Rung]:
+    """One step of the mini on as many virtual devices as the spec has ranks: every exchange at its real width."""
+    return _run(mini_spec(spec, whole_mesh=True), progress, "--once")
+
+
+def _run(mini: Spec, progress: bool, *options: str) -> list[Rung]:
+    worker = [sys.executable, "-m", "mkgen.prove.worker_verify", *options]
     try:
         done = subprocess.run(
             worker,
@@ -46,7 +55,7 @@ def verify_spec(spec: Spec, progress: bool = False) -> list[Rung]:
         return [
             Rung("run", "the mini kernel, step by step", None, None, "fail", f"exit code {done.returncode}: {said}")
         ]
-    return [first, *(Rung(**rung) for rung in json.loads(done.stdout))]
+    return [Rung(**rung) for rung in json.loads(done.stdout)]
 
 
 def environment(devices: int) -> dict[str, str]:

@@ -18,7 +18,7 @@ SEED = 0
 def main() -> None:
     spec = pickle.load(sys.stdin.buffer)
     out, sys.stdout = sys.stdout, sys.stderr  # stdout is for the result alone
-    rungs = prove(spec)
+    rungs = prove_once(spec) if "--once" in sys.argv else prove(spec)
     json.dump([r.as_dict() for r in rungs], out)
 
 
@@ -60,6 +60,25 @@ def prove(spec) -> list:
         trace = _timed("1 row", Kernel(plan, module, operands, 1).run, alone, late, range(1))
         rungs += all_rungs(plan, alone, trace)
     return rungs
+
+
+def prove_once(spec) -> list:
+    """One step of the most rows in one mode: for a mesh on which more would take too long."""
+    from mkgen.graph.build import build_graph
+    from mkgen.plan.planner import make_plan
+    from mkgen.prove.compare import all_rungs
+    from mkgen.prove.drive import Kernel, load_kernel, pack_operands
+    from mkgen.prove.interpret import MODES
+    from mkgen.prove.random_params import RandomParams
+    from mkgen.prove.scenario import run_reference
+    from mkgen.targets import load_target
+
+    graph = build_graph(spec)
+    plan = make_plan(spec, graph, load_target(spec.build.chip))
+    params, most = RandomParams(graph, SEED, spec), max(spec.build.rows)
+    kernel = Kernel(plan, load_kernel(plan), pack_operands(plan, params), most)
+    scenario = _timed("reference", run_reference, graph, params, spec, 1)
+    return all_rungs(plan, scenario, _timed(f"{most} rows", kernel.run, scenario, MODES[0], range(1)))
 
 
 def _timed(what: str, f, *args):
