@@ -1,6 +1,7 @@
 """The oracle's cases: a flagship spec at the sizes of the case, its weights, its answers, and the bounds of judging.
 
-The spec of a case is the committed YAML with other numbers in the same places: what is proven is the structure that is built.
+The spec of a case is the committed YAML with other numbers in the same places: what is proven is the structure that is
+built.
 """
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ States = dict[str, np.ndarray]               # as `Decoder.states`
 WIDE_GAP = 0.02                              # of a router's scores: check.py lets no choice change that is so clear
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------------
+# -- sizes ------------------------------------------------------------------------------------------------------------
 
 def qwen3_moe(model: Model, c: dict) -> Model:
     """Qwen3-30B-A3B at the sizes of a `Qwen3MoeForCausalLM` config."""
@@ -68,12 +69,12 @@ def kimi_k3(model: Model, c: dict) -> Model:
 SIZES = {"qwen3_moe": ("qwen3_30b_a3b", qwen3_moe, ""), "kimi_k3": ("kimi_k3", kimi_k3, "language_model.")}
 
 
-# -- a case -------------------------------------------------------------------------------------------------------------
+# -- a case -----------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Answers:
-    """What a decoder gave for consecutive tokens. logits [B, T, V]; topk [T, layer, B, k], sorted ids; gap [T, layer, B], of a
-    router's scores; states after the last token. before, after: states around each token, where they were asked for."""
+    """What a decoder gave for consecutive tokens. logits [B, T, V]; topk [T, layer, B, k], sorted ids; gap [T, layer,
+    B], of a router's scores; states after the last token. before, after: states around a token, where asked for."""
     logits: np.ndarray
     topk: np.ndarray
     gap: np.ndarray
@@ -88,7 +89,8 @@ class Case:
     def __init__(self, name: str):
         self.name, self.folder = name, FOLDER / name
         self.config, self.meta = (json.loads((self.folder / f"{n}.json").read_text()) for n in ("config", "meta"))
-        self.io, self.routing, self.cache = (dict(np.load(self.folder / f"{n}.npz")) for n in ("io", "routing", "cache_final"))
+        arrays = (dict(np.load(self.folder / f"{n}.npz")) for n in ("io", "routing", "cache_final"))
+        self.io, self.routing, self.cache = arrays
         self.ids = self.io["input_ids"]
         self.batch, self.tokens = self.ids.shape
         self.prompt, self.steps = self.meta["prompt_len"], self.meta["decode_steps"]
@@ -123,7 +125,8 @@ class Case:
         return Decoder(build_graph(spec), TensorParams(weights, spec.model.checkpoint), self.batch, CONTEXT, exact)
 
     def decode(self, weights: dict[str, np.ndarray], exact: bool) -> Answers:
-        """The reference over all tokens, one at a time, both sequences side by side. `before` of the decoded ones is kept."""
+        """The reference over all tokens, one at a time, all sequences side by side. `before` starts at the last token
+        of the prompt."""
         decoder, steps, before = self.decoder(weights, exact), [], []
         for t in range(self.tokens):
             if t >= self.prompt - 1:
@@ -132,12 +135,13 @@ class Case:
         return collected(steps, decoder.states, before)
 
     def single_steps(self, weights: dict[str, np.ndarray], exact: Answers) -> Answers:
-        """The rounded reference on the last prompt token and each decoded one, every time from the states of the exact one
-        (caches rounded to bf16, as they are stored)."""
+        """The rounded reference on the last prompt token and each decoded one, every time from the states of the exact
+        one (caches rounded to bf16, as they are stored)."""
         decoder, steps, before, after = self.decoder(weights, exact=False), [], [], []
         cached = {s.name for sub in decoder.graph.sublayers() for op in sub.ops for s in op.states() if s.positional}
         for t, states in enumerate(exact.before, self.prompt - 1):
-            before.append({n: s.astype(bfloat16).astype(np.float32) if n in cached else s for n, s in states.items()})
+            stored = {n: states[n].astype(bfloat16).astype(np.float32) for n in cached}
+            before.append(states | stored)
             decoder.states = {n: s.copy() for n, s in before[-1].items()}
             steps.append(one_step(decoder, self.ids[:, t], self.positions(t)))
             after.append(decoder.states)
@@ -166,7 +170,7 @@ def load_case(name: str) -> Case:
     return Case(name)
 
 
-# -- judging: as check.py does --------------------------------------------------------------------------------------------
+# -- judging: as check.py does ----------------------------------------------------------------------------------------
 
 def fp32_bound(meta: dict) -> float:
     """Of |d logits|: 30 times the oracle's own noise, never below 1e-4."""
@@ -176,17 +180,17 @@ def fp32_bound(meta: dict) -> float:
 
 def judge_bf16(case: Case, logits: np.ndarray, topk: np.ndarray, known: np.ndarray,
                forced: bool) -> tuple[float, float, float]:
-    """logits [B, N + 1, V], topk [N + 1, layer, B, k] -> (worst |d logits|, its bound, the share of positions that count).
+    """logits [B, N + 1, V], topk [N + 1, layer, B, k] -> (worst |d logits|, bound, share of the positions that count).
 
-    A choice of experts that the oracle's gap calls clear must be the oracle's. After one that differs, or that is not `known`
-    (bool [N + 1, B]: `topk` is that of these logits), a sequence goes its own way and counts no more: for good, or if it starts
-    each step from the oracle's states (`forced`), for the rest of the step."""
-    error = np.abs(logits.astype(np.float64) - case.io["logits"]).max(-1).T                    # [step, B]
-    same = (np.sort(topk, -1) == case.routing["topk"]).all(-1)                                 # [step, layer, B]
-    judged = np.ones_like(same)
-    if forced:                                                                                 # layers up to the first that differs
+    A choice of experts that the oracle's gap calls clear must be the oracle's. After one that differs, or that is not
+    `known` (bool [N + 1, B]: `topk` is that of these logits), a sequence goes its own way and counts no more: for good,
+    or if it starts each step from the oracle's states (`forced`), for the rest of the step."""
+    error = np.abs(logits.astype(np.float64) - case.io["logits"]).max(-1).T        # [step, B]
+    same = (np.sort(topk, -1) == case.routing["topk"]).all(-1)                     # [step, layer, B]
+    judged, close = np.ones_like(same), case.routing["gap"] <= WIDE_GAP
+    if forced:                                                                     # layers up to the first that differs
         judged[:, 1:] = np.logical_and.accumulate(same, axis=1)[:, :-1]
-    assert (same | ~judged | (case.routing["gap"] <= WIDE_GAP)).all(), "other experts, although the oracle's gap is wide"
+    assert (same | ~judged | close).all(), "other experts, although the oracle's gap is wide"
     use = same.all(1) & known
     use = use if forced else np.logical_and.accumulate(use, axis=0)
     assert use.any(), "no position is left to compare"

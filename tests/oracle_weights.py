@@ -1,7 +1,8 @@
-"""The oracle's weights, made again: a checkpoint is a function of (case, size, seed) and of each tensor's name and shape.
+"""The oracle's weights, made again: a function of (case, size, seed) and of each tensor's name and shape.
 
-The rule is the one under which the oracle's answers were made (see oracle/README.md): Philox, keyed by the first 16 bytes
-of sha256 of "case|size|seed|name"; a scale for each kind of tensor; rounded to bf16, so that float32 and bf16 mean the same.
+The rule is the one under which the oracle's answers were made (see oracle/README.md): Philox, keyed by the first 16
+bytes of sha256 of "case|size|seed|name"; a scale for each kind of tensor; rounded to bf16, so that a checkpoint in
+float32 and one in bf16 are the same.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
 
 
 def make_weights(key: tuple, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> dict[str, np.ndarray]:
-    """Tensor name -> bf16 array of its shape. key: (case, size, seed). `prefix` of the names is not part of their key."""
+    """Tensor name -> bf16 array of its shape. key: (case, size, seed). `prefix` of the names does not enter."""
     return {name: tensor(key, name.removeprefix(prefix), shape) for name, shape in shapes.items()}
 
 

@@ -1,13 +1,13 @@
-"""The reference against other people's implementations, in float32: weights, logits, routing, states. See oracle/README.md."""
+"""The reference against other people's code, in float32: weights, logits, routing, states. See oracle/README.md."""
 import json
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from oracle_cases import CASES, FOLDER, fp32_bound, load_case
 from oracle_weights import digest
 
 from mkgen.spec.load import load_spec
-from conftest import ROOT
 
 STATES = 1e-4                                # of the largest value of a state, or of 1 if that is larger
 
@@ -29,7 +29,7 @@ def test_the_weights_are_those_that_the_oracle_read(case):
 
 @each_case
 def test_what_is_no_size_is_as_the_flagship_has_it(case):
-    """The case's spec changes sizes only: eps, activations, rope and router stand in the config as they do in the YAML."""
+    """The case's spec changes sizes only: eps, activations, rope, router are in the config as they are in the YAML."""
     model = load_spec(ROOT / "model_specs" / f"{case.base}.yaml").model
     c, moe = case.config.get("text_config", case.config), model.ffns["moe"]
     said = {"norm": c["rms_norm_eps"], "tied": c["tie_word_embeddings"], "moe": c["hidden_act"]}
@@ -85,9 +85,9 @@ def test_states(case):
 
 
 def oracle_states(case) -> dict[str, np.ndarray]:
-    """Our states as the oracle keeps them. Grouped-query: keys (after norm and rope) and values [B, heads, T, head_dim].
-    Latent attention: the normed latent as keys, the shared key as values, [B, 1, T, width]. Delta rule: the last inputs of the
-    convolution, oldest first, q | k | v; the matrix of each head transposed, [B, heads, value, key]."""
+    """Our states as the oracle keeps them. Grouped-query: keys (normed, rotated) and values [B, heads, T, head_dim].
+    Latent attention: the normed latent as keys, the shared key as values, [B, 1, T, width]. Delta rule: the last inputs
+    of the convolution, oldest first, q | k | v; the matrix of each head transposed, [B, heads, value, key]."""
     states, tokens, out, seen = case.exact.states, slice(0, case.tokens), {}, {}
     for layer, run in enumerate(case.spec().model.schedule):
         i = seen[run.mixer] = seen.get(run.mixer, -1) + 1

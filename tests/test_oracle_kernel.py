@@ -1,13 +1,13 @@
-"""The oracle's checkpoints through the whole of mkgen: safetensors, pack, generated module, load_weights, steps in interpret mode.
+"""The oracle's checkpoints through all of mkgen: safetensors, pack, generated module, load_weights, interpreted steps.
 
-The kernel is held against the reference, which rounds where it does (`AGREE` of the logits' range, more only where a router's
-choice was close), and against the oracle's logits as `check.py --mode bf16` does. A module does not tell which experts it chose;
-the reference's choice stands for its, which is fair because their logits agree.
+The kernel is held against the reference, which rounds where it does (`AGREE` of the logits' range, more only where a
+router's choice was close), and against the oracle's logits as `check.py --mode bf16` does. A module does not tell which
+experts it chose: the reference's choice stands for it wherever their logits agree, and only there.
 
-Qwen3-MoE runs freely, from position 0. Kimi K3 at these sizes does not bear that in bf16: its random layers make an error grow
-two-hundredfold, so that whatever rounds to bf16 (the oracle's own model, too) soon chooses other experts than float32. It starts
-every step from the states of the float32 reference, which `test_oracle.py` holds against the oracle's, and the states it leaves are
-compared as well.
+Qwen3-MoE runs freely, from position 0. Kimi K3 does not: at these sizes, rounding to bf16 soon makes it choose other
+experts than float32 does, so that a free run fails check.py; the oracle's own model fails it when run in bf16. So each
+step starts from the states of the float32 reference, which `test_oracle.py` holds against the oracle's, and the states
+that it leaves are compared as well. What this cannot show is that errors stay small over many steps.
 """
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ class Kernel:
     def state(self, logical: States, tokens: int) -> dict:
         """The reference's states after `tokens` tokens as the module keeps them."""
         rows, ranks = self.step.rows, range(self.plan.mesh.ranks)
-        images = {self.plan.states[l.name]: np.concatenate([to_kernel(l, logical[l.name], [tokens] * rows, r) for r in ranks])
-                  for l in layouts(self.plan, rows)}
+        images = {}
+        for layout in layouts(self.plan, rows):
+            parts = [to_kernel(layout, logical[layout.name], [tokens] * rows, rank) for rank in ranks]
+            images[self.plan.states[layout.name]] = np.concatenate(parts)
         return jax.device_put(images, NamedSharding(self.mesh, PartitionSpec("tp")))
 
     def check_states(self, state: dict, wanted: States, rows: np.ndarray, tokens: int) -> None:
@@ -123,7 +125,7 @@ def test_a_free_run(name, ranks, built):
 
 
 def run_forced(case: Case, kernel: Kernel, want: Answers) -> tuple[np.ndarray, np.ndarray]:
-    """Each step from the states that the reference started from -> logits [B, N + 1, V], and which of them agree with its."""
+    """Each step from the states that the reference started from -> logits [B, N + 1, V], and which agree with its."""
     logits, tokens, states = [], [], []
     for t, before in enumerate(want.before, case.prompt - 1):
         token, out, state = kernel.run(kernel.state(before, t), case.ids[:, t], case.positions(t))
@@ -150,7 +152,7 @@ def test_single_steps(name, ranks, built):
 
 
 def test_single_steps_with_mxfp4_experts(built):
-    """A checkpoint with MXFP4 experts, which stay packed; the reference has their values. The oracle knows only the values before."""
+    """A checkpoint with MXFP4 experts, which stay packed; the reference has their values. Not the oracle's model."""
     case = load_case("kimi_k3-lane")
     packed = with_mxfp4_experts(case.spec().model, case.weights)
     plain = {n: a for n, a in packed.items() if not n.endswith(("_packed", "_scale"))}

@@ -29,7 +29,7 @@ class Stream:
         self.model = model
         self.x = Value("running", model.hidden, "bf16", carried=True)
         self.mixes = model.residual.kind == "block_softmax"
-        planes = -(-model.layers // model.residual.block) if self.mixes else 1
+        planes = -(-model.layers // model.residual.block) if self.mixes else 0
         self.snapshots = Value("snapshots", model.hidden, "bf16", carried=True, planes=planes) if self.mixes else None
 
     def vector(self, role: str) -> Weight:

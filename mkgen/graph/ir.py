@@ -22,7 +22,7 @@ class Value:
     dtype: str = "bf16"
     units: int = 1
     carried: bool = False                # lives from sub-layer to sub-layer (the residual stream)
-    planes: int = 1                      # copies a row (the snapshots of a residual scheme)
+    planes: int = 0                      # copies a row (the snapshots of a residual scheme); 0: one, without an axis of its own
 
 
 @dataclass(frozen=True)

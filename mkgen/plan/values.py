@@ -32,8 +32,8 @@ class Values:
         return self.memory.places[v.name]
 
     def place_carried(self, v: Value) -> None:
-        shape = (ROWS_PADDED, v.width) if v.planes == 1 else (v.planes, ROWS_PADDED, v.width)
-        self.buffer(v.name, shape, v.dtype, "the residual stream" if v.planes == 1 else "snapshots of the residual stream")
+        shape = (ROWS_PADDED, v.width) if v.planes == 0 else (v.planes, ROWS_PADDED, v.width)
+        self.buffer(v.name, shape, v.dtype, "the residual stream" if v.planes == 0 else "snapshots of the residual stream")
         self.memory.places[v.name] = Place(identifier(v.name), 0, v.width, v.dtype, "whole")
 
     def ref(self, v: Value) -> str:
