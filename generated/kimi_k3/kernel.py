@@ -7,8 +7,9 @@ Conventions. `m` holds every place: HBM arrays, VMEM buffers, SMEM tables, semap
 what each is for. Weights lie on one tape of u32 rows in the order of their use; `g` counts the
 chunks of it that have been read. Chunk g waits in ring slot g mod RING_DEPTH; when it has been read
 for the last time, chunk g + RING_DEPTH is started into its slot. Activations are [8, width]: decode
-rows, padded to a sublane tile. bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or
-`round_bf16` says so. `layer` counts layers, `index` counts earlier layers of the same kind.
+rows, padded to a sublane tile. `layer` counts layers, `index` counts earlier layers of the same
+kind.
+bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or `round_bf16` says so.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def fold_lanes(x):
     return sum(x[:, j : j + LANES] for j in range(0, x.shape[1], LANES))
 
 def block_mixture(m, y, g, at, live, eps):
-    """y = softmax mixture of the first `live` snapshots and the running sum, bf16 [8, hidden].
+    """y = softmax mixture of the first `live` snapshots and the running sum, [8, hidden].
     score_i = (sum v_i w) rsqrt(mean v_i^2 + eps); w lies in chunk g from row `at` on."""
     planes, width, rows = m.snapshots.shape[0], m.running.shape[1], -(-MIX_LANES // LANES)
     parts = width // MIX_LANES
@@ -370,7 +371,7 @@ def l2_heads(x, head_dim, eps):
     return jnp.concatenate(unit, axis=1)
 
 def short_conv(x, old, w, position, taps):
-    """silu(sum over taps of w * input) in bf16, and the shifted window.
+    """silu(sum over taps of w * input), and the shifted window.
     x [8, n]; old [taps - 1, 8, n], oldest first; w: tap by tap, each padded to whole rows."""
     rows = -(-x.shape[1] // LANES)
     window = jnp.where(position > 0, old, 0.0)  # at position 0 memory is not trusted
@@ -413,7 +414,7 @@ class Cache(NamedTuple):  # The VMEM side of one kind of cache.
     tiles: object  # u32 [KV_SLOTS, blocks, KV_TILE / 2, 128]
     token: object  # u32 [blocks, 8, 128]: the new token, in the high half
     word: object  # u32 [rows, blocks, 1, 128]: the new token's words, to be written back
-    queries: object  # bf16 [8, heads padded, features that are scored]
+    queries: object  # [8, heads padded, features that are scored]
     mixed: object  # f32 [8, heads padded, features that are summed]
     keys: tuple  # blocks that are scored
     values: tuple  # blocks that are summed
@@ -457,7 +458,7 @@ def list_kv_items(m):
     m.kv_count[0] = count
 
 def put_queries(kv, queries):
-    """One f32 [8, n] a head -> bf16 [8, heads padded, n]."""
+    """One f32 [8, n] a head -> [8, heads padded, n]."""
     none = [jnp.zeros_like(queries[0])] * (kv.queries.shape[1] - len(queries))
     kv.queries[...] = jnp.swapaxes(jnp.stack(queries + none), 0, 1).astype(bf16)
 
@@ -758,7 +759,7 @@ def kda(m, layer, index, g):
     """Kimi Delta Attention: short convolution, delta rule with a decay per key channel, norm."""
     window_read(m, index).start()
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
     # -- kda.norm
@@ -768,7 +769,7 @@ def kda(m, layer, index, g):
     m.f_a_y[...] = dot(m.h[...], panels(m, g, 88, 7168, 128))
     # -- kda.f_b
     m.f_b_y[...] = dot(m.f_a_y[...].astype(bf16), panels(m, g, 3672, 128, 384))
-    g = next_chunk(m, g)
+    g = next_chunk(m, g)  # b 0
     # -- kda.b
     m.b_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 16))
     tape_copy(m, g + RING_DEPTH).start()
@@ -784,14 +785,14 @@ def kda(m, layer, index, g):
 
     g = stream(m, g, range(12), kda_qkvg_block)
     window_read(m, index).wait()
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # q_conv+k_conv+v_conv 0, a 40, dt_bias 48, o_norm 56
     # -- kda.conv
     x, w = round_bf16(m.qkvg_y[:, 0:1152]), bitcast(tape_rows(m, g, 0, 40), f32)
     y, window = short_conv(x, m.window[...], w, m.position_column[...], 4)
     m.conv[...], m.window[...] = y, window
     window_write(m, index).start()
     # -- kda.delta
-    a = line(bitcast(tape_rows(m, g, 40, 8), f32), 3)
+    a = line(bitcast(tape_rows(m, g, 40, 8), f32), 3)  # exp(A_log), as packed
     dt_bias = line(bitcast(tape_rows(m, g, 48, 8), f32), 384)
     q = l2_heads(m.conv[:, 0:384].astype(f32), 128, 1e-06) * 128**-0.5
     k = l2_heads(m.conv[:, 384:768].astype(f32), 128, 1e-06)
@@ -844,7 +845,7 @@ def mla(m, layer, index, g):
         cache_tile_copy(m, index, i).start()
 
     lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, q_a 88, kv_a 1432
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
     # -- mla.norm
@@ -868,7 +869,7 @@ def mla(m, layer, index, g):
     all_gather(m, round_bf16(m.kv_a_y[:, 0:18]), m.kv_a_whole, 18)
     # -- mla.q_a
     all_gather(m, round_bf16(m.q_a_y[...]), m.q_a_whole, 48)
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
     w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
     m.q_latent[...] = rms_norm(round_bf16(m.q_a_whole[...]), w, 1e-06).astype(bf16)
@@ -878,10 +879,8 @@ def mla(m, layer, index, g):
     # -- mla.q_b
     m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
-    kv = open_cache(
-        m, "cache", keys=(0, 1, 2, 3, 4), values=(0, 1, 2, 3), scale=0.07216878364870322
-    )
-    g = next_chunk(m, g)
+    kv = open_cache(m, "cache", keys=(0, 1, 2, 3, 4), values=(0, 1, 2, 3), scale=192**-0.5)
+    g = next_chunk(m, g)  # k_up 0
     latent, key = m.latent[...].astype(f32), round_bf16(m.kv_a_whole[:, 512:576])
     mla_inputs(kv, m.q_b_y[...].astype(bf16), latent, key, panels(m, g, 0, 512, 384), 3, 128)
     tape_copy(m, g + RING_DEPTH).start()
@@ -904,7 +903,7 @@ def mla(m, layer, index, g):
     lax.fori_loop(
         0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, empty_softmax(kv)
     )
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # v_up 0
     v_up = panels(m, g, 0, 512, 384)
     m.attended[...] = mla_output(kv, v_up, 3, 128).astype(bf16)
     # -- mla.gate
@@ -929,7 +928,7 @@ def mla(m, layer, index, g):
 
 def dense(m, layer, index, g):
     """Gated MLP."""
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56
     # -- ffn_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
     # -- dense.norm
@@ -964,7 +963,7 @@ def dense(m, layer, index, g):
 
 def moe(m, layer, index, g):
     """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56, router 88
     # -- ffn_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
     # -- moe.norm
@@ -972,16 +971,16 @@ def moe(m, layer, index, g):
     m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
     # -- moe.router
     m.router_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
-    g = next_chunk(m, g)
+    g = next_chunk(m, g)  # latent_down 0
     # -- moe.latent_down
     m.latent_down_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 112))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    # -- moe.logits
-    all_gather(m, m.router_y[:, 0:28], m.logits_whole, 28)
-    tape_copy(m, g).wait()
+    # -- moe.router_logits
+    all_gather(m, m.router_y[:, 0:28], m.router_logits_whole, 28)
+    tape_copy(m, g).wait()  # router_bias 0
     # -- moe.route
-    score = jax.nn.sigmoid(m.logits_whole[...])
+    score = jax.nn.sigmoid(m.router_logits_whole[...])
     bias = line(bitcast(tape_rows(m, g, 0, 8), f32), 896)
     chosen = top_k_lanes(score + bias, 16) & (m.position_column[...] >= 0)
     weight = jnp.where(chosen, score, 0.0)
@@ -1034,7 +1033,7 @@ def moe(m, layer, index, g):
 
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
     all_reduce(m, m.routed, 3584)
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # latent_norm 0, latent_up 32
     # -- moe.latent_norm
     w = bitcast(tape_rows(m, g, 0, 32), f32)
     m.routed_norm[...] = rms_norm(round_bf16(m.routed[...]), w, 1e-05).astype(bf16)
@@ -1053,7 +1052,7 @@ def moe(m, layer, index, g):
 
 def end(m, g):
     """Final norm, logits of this rank's vocabulary, greedy token."""
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # residual.out 0, norm 56
     # -- out_mixture
     block_mixture(m, m.mix, g, 0, 8, 1e-05)
     # -- end.norm
@@ -1175,9 +1174,9 @@ def places(rows):
         "gate_up_y": vmem((8, 2176), f32),  # gate | up, not rounded
         "act": vmem((8, 1056), bf16),  # gated activation
         "down_y": vmem((8, 7168), f32),  # out, not rounded
-        "router_y": vmem((8, 32), f32),  # logits, not rounded
+        "router_y": vmem((8, 32), f32),  # router_logits, not rounded
         "latent_down_y": vmem((8, 112), f32),  # latent_in, not rounded
-        "logits_whole": vmem((8, 896), f32),  # logits of all ranks
+        "router_logits_whole": vmem((8, 896), f32),  # router_logits of all ranks
         "route": vmem((8, 896), f32),  # route
         "shared_gate_up_y": vmem((8, 384), f32),  # shared_gate | shared_up, not rounded
         "shared_act": vmem((8, 192), bf16),  # gated activation
@@ -1185,7 +1184,7 @@ def places(rows):
         "latent_in_whole": vmem((8, 3584), f32),  # latent_in of all ranks
         "expert_slot": vmem((4, 8568, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
-        "expert_ids": smem((112,), i32),  # local ids of the distinct experts of this step
+        "expert_ids": smem((112,), i32),  # local ids of the layer's distinct experts
         "expert_count": smem((1,), i32),  # how many
         "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
         "expert_gate_up": vmem((8, 1536), f32),  # gate | up of one expert

@@ -98,7 +98,7 @@ def make_mesh(devices=None):
     ValueError if there are too few, or if the given ones are not exactly that many."""
     found = jax.devices()[:RANKS] if devices is None else list(devices)
     if len(found) != RANKS:
-        raise ValueError(f"{SPEC['name']} needs {RANKS} devices {SPEC['mesh']}, got {len(found)}")
+        raise ValueError(f"{SPEC['name']} needs {RANKS} devices {SPEC['mesh']}, got {found}")
     return Mesh(np.array(found), ("tp",))
 
 def over_ranks(name_shapes, mesh):

@@ -7,8 +7,9 @@ Conventions. `m` holds every place: HBM arrays, VMEM buffers, SMEM tables, semap
 what each is for. Weights lie on one tape of u32 rows in the order of their use; `g` counts the
 chunks of it that have been read. Chunk g waits in ring slot g mod RING_DEPTH; when it has been read
 for the last time, chunk g + RING_DEPTH is started into its slot. Activations are [8, width]: decode
-rows, padded to a sublane tile. bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or
-`round_bf16` says so. `layer` counts layers, `index` counts earlier layers of the same kind.
+rows, padded to a sublane tile. `layer` counts layers, `index` counts earlier layers of the same
+kind.
+bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or `round_bf16` says so.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ class Cache(NamedTuple):  # The VMEM side of one kind of cache.
     tiles: object  # u32 [KV_SLOTS, blocks, KV_TILE / 2, 128]
     token: object  # u32 [blocks, 8, 128]: the new token, in the high half
     word: object  # u32 [rows, blocks, 1, 128]: the new token's words, to be written back
-    queries: object  # bf16 [8, heads padded, features that are scored]
+    queries: object  # [8, heads padded, features that are scored]
     mixed: object  # f32 [8, heads padded, features that are summed]
     keys: tuple  # blocks that are scored
     values: tuple  # blocks that are summed
@@ -324,7 +325,7 @@ def list_kv_items(m):
     m.kv_count[0] = count
 
 def put_queries(kv, queries):
-    """One f32 [8, n] a head -> bf16 [8, heads padded, n]."""
+    """One f32 [8, n] a head -> [8, heads padded, n]."""
     none = [jnp.zeros_like(queries[0])] * (kv.queries.shape[1] - len(queries))
     kv.queries[...] = jnp.swapaxes(jnp.stack(queries + none), 0, 1).astype(bf16)
 
@@ -510,7 +511,7 @@ def panel_part(m, slot, at, panel, panel_rows, skip, rows):
     return m.expert_slot[slot, pl.ds(start, rows), :]
 
 def expert_matmul(m, slot, s, lhs, write):
-    """x W of one section: write(panel, width, f32 [8, width]); lhs: bf16 [8, k]."""
+    """x W of one section: write(panel, width, f32 [8, width]); lhs: [8, k]."""
 
     def group(trip, _):
         p, wide, rows = trip * s.wide, s.wide, s.panel_rows
@@ -603,7 +604,7 @@ def attention(m, layer, index, g):
         cache_tile_copy(m, index, i).start()
 
     lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # mixer.norm 0
     # -- attention.norm
     w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
     m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
@@ -618,7 +619,7 @@ def attention(m, layer, index, g):
         m.qkv_y[...] += dot(x, w)
 
     g = stream(m, g, range(2), attention_qkv_block)
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # q_norm 0, k_norm 8
     # -- attention.qk
     q, k = round_bf16(m.qkv_y[:, 0:512]), round_bf16(m.qkv_y[:, 512:640])
     q = round_bf16(
@@ -633,7 +634,7 @@ def attention(m, layer, index, g):
     m.q_rope[...] = q.astype(bf16)
     m.k_rope[...] = k.astype(bf16)
     # -- attention.attention
-    kv = open_cache(m, "cache", keys=(0,), values=(1,), scale=0.08838834764831845)
+    kv = open_cache(m, "cache", keys=(0,), values=(1,), scale=128**-0.5)
     gqa_inputs(
         kv,
         m.q_rope[...].astype(f32),
@@ -663,7 +664,7 @@ def attention(m, layer, index, g):
         0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, empty_softmax(kv)
     )
     m.attended[...] = gqa_output(kv, 4, 128, 1).astype(bf16)
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # o 0
     # -- attention.o
     m.o_y[...] = dot(m.attended[...], panels(m, g, 0, 512, 2048))
     tape_copy(m, g + RING_DEPTH).start()
@@ -676,7 +677,7 @@ def attention(m, layer, index, g):
 
 def moe(m, layer, index, g):
     """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # ffn.norm 0, router 8
     # -- moe.norm
     w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
     m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
@@ -720,7 +721,7 @@ def moe(m, layer, index, g):
 
 def end(m, g):
     """Final norm, logits of this rank's vocabulary, greedy token."""
-    tape_copy(m, g).wait()
+    tape_copy(m, g).wait()  # norm 0
     # -- end.norm
     w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
     m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
@@ -810,11 +811,11 @@ def places(rows):
         "kv_count": smem((1,), i32),  # how many
         "attended": vmem((8, 512), bf16),  # gqa attention
         "o_y": vmem((8, 2048), f32),  # out, not rounded
-        "router_y": vmem((8, 128), f32),  # logits, not rounded
+        "router_y": vmem((8, 128), f32),  # router_logits, not rounded
         "route": vmem((8, 128), f32),  # route
         "expert_slot": vmem((4, 9216, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
-        "expert_ids": smem((32,), i32),  # local ids of the distinct experts of this step
+        "expert_ids": smem((32,), i32),  # local ids of the layer's distinct experts
         "expert_count": smem((1,), i32),  # how many
         "wanted": vmem((1, 128), f32),  # local ids of experts not yet in the list
         "expert_gate_up": vmem((8, 768), f32),  # gate | up of one expert

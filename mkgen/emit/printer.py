@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from jinja2 import Environment
 
-from mkgen.plan.plan import Plan
+from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait, advances, walk
 
 INDENT = "    "
@@ -17,9 +17,15 @@ class Printer:
         self.op = None
         self.printed: list[str] = []
 
-    def region(self, seq: Seq, depth: int = 1) -> str:
-        self.op = None
-        return "\n".join(self.nodes(seq.nodes, depth))
+    def region(self, region: Region, depth: int = 1) -> str:
+        self.op, self.sub, self.chunks, self.at = None, region.name, region.chunks, 0
+        return "\n".join(self.nodes(region.body.nodes, depth))
+
+    def contents(self, line: str) -> str:
+        """The line that makes a chunk the current one, with a comment that says what lies at which row of it."""
+        entries = [f"{e.name.replace(self.sub + '.', '')} {e.row}" for e in self.chunks[self.at].entries]
+        told = f"{line}  # {', '.join(entries)}"
+        return told if len(told) <= 100 else line
 
     def nodes(self, nodes: tuple[Node, ...], depth: int) -> list[str]:
         out: list[str] = []
@@ -33,7 +39,8 @@ class Printer:
                 out += self.gather(nodes[i], nodes[i + 1 + whole], depth)
                 span = whole + 2
             elif self.next_chunk(nodes[i:i + 3]):
-                out.append(f"{INDENT * depth}g = next_chunk(m, g)")
+                self.at += 1
+                out.append(self.contents(f"{INDENT * depth}g = next_chunk(m, g)"))
                 span = 3
             else:
                 out += self.node(nodes[i], depth)
@@ -77,10 +84,13 @@ class Printer:
         pad = INDENT * depth
         if isinstance(node, Step):
             return self.step(node, depth)
+        if node == ARRIVAL and depth == 1:
+            return [self.contents(f"{pad}tape_copy(m, g).wait()")]
         if isinstance(node, (Start, Wait)):
             call = f"{node.transfer}({', '.join(node.args)}).{'start' if isinstance(node, Start) else 'wait'}"
             return [f"{pad}{call}()" if node.when is None else f"{pad}pl.when({node.when})(lambda: {call}())"]
         if isinstance(node, Advance):
+            self.at += 1
             return [f"{pad}g += 1"]
         if isinstance(node, Collective):
             args = ", ".join(("m", node.factor.upper(), *node.args))
@@ -117,6 +127,7 @@ class Printer:
         head = self.heading(node, depth)
         if found := self.streams(node):
             last, steps = found
+            self.at += int(node.trips)
             span = f"{node.first}, {node.first + int(node.trips)}" if node.first else node.trips
             lines = ["", *head, f"{pad}def {node.name}({node.var}, g):", *self.nodes(steps, depth + 1), ""]
             if node.first and lines[1 + len(head):] == self.printed:             # the rest of a matrix whose first blocks were streamed

@@ -44,6 +44,13 @@ def libraries(plan: Plan) -> list[str]:
     return [name for name, needs in wanted if kinds & needs]
 
 
+def rounding(plan: Plan) -> dict:
+    """What templates write where a value is rounded: nothing if activations stay float32, and products split them."""
+    split = plan.spec.build.activations == "f32"
+    return {"split": split, "cast": "" if split else ".astype(bf16)", "rounded": "" if split else "round_bf16",
+            "lhs_rows": "TERM_ROWS" if split else "ROWS_PADDED"}
+
+
 def expert_activation(plan: Plan) -> str:
     """Source text of the routed experts' activation of `gate` and `up`."""
     steps = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Step))
@@ -73,6 +80,7 @@ def render_kernel(plan: Plan) -> str:
     attention |= {"qk_norm" for a in kv if getattr(a, "qk_norm", None)}
     heads = bool({"qk_norm", "gqa", "mla"} & attention) or {"delta", "experts"} & set(libraries(plan))
     acts = {f.activation.kind for f in spec.model.ffns.values()}
+    env.globals.update(rounding(plan))
     text = env.get_template("kernel.py.j2").render(
         plan=plan, printer=Printer(env, plan), regions=regions, transfers=used, libs=libraries(plan), attention=attention,
         heads=heads, kv_batch=max(1, spec.build.kv_slots // 2), activations=acts, expert_activation=expert_activation(plan),

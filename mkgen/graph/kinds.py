@@ -127,7 +127,7 @@ def mlp(name: str, f: Mlp, h: Value, spec: Spec) -> Made:
 def moe(name: str, f: Moe, h: Value, spec: Spec) -> Made:
     """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
     hidden, wide = h.width, f.latent or h.width
-    logits = Value(f"{name}.logits", f.experts, "f32", units=f.experts)
+    logits = Value(f"{name}.router_logits", f.experts, "f32", units=f.experts)
     ops: list[Op] = [Linear(f"{name}.router", h, (logits,), (columns(f"{name}.router", hidden, f.experts),))]
     x = h
     if f.latent:

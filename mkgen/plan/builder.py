@@ -64,7 +64,8 @@ class Builder(Values, Weights, Nodes):
         for factor, size, _ in self.mesh.stages:
             for part in ("start", "finish"):
                 self.collective("reduce", part, factor, (f"m.{p.buffer}", str(p.width)), (size - 1) * p.width * 4)
-        self.memory.notes.append((v.name, f"all-reduce of {p.width} float32 a row: {self.op.name} needs the whole sum"))
+        if self.ranks > 1:
+            self.memory.notes.append((v.name, f"all-reduce of {p.width} float32 a row: {self.op.name} needs the whole sum"))
         self.memory.places[v.name] = Place(p.buffer, p.at, p.width, p.dtype, "whole")
 
     def all_gather(self, v: Value) -> None:

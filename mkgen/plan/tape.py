@@ -88,7 +88,8 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
             found.append(((round(m.blocks * max(copy, compute) * 1e9), m.blocks * compute), m))
 
     k16 = round_up(k, 16)
-    k_cuts = [k16 // d for d in divisors(max(k16 // LANES, 1)) if d == 1 or (k16 % (LANES * d) == 0)]
+    # a part of K is read from the activations at a multiple of 128 lanes, and never beyond their width
+    k_cuts = [k16] + [k // d for d in divisors(max(k // LANES, 1)) if d > 1 and k % (LANES * d) == 0]
     panels = round_up(n, LANES) // LANES
     for extra in range(0, max(1, panels // 32) + 1):
         for wide in divisors(panels + extra):

@@ -31,10 +31,14 @@ class Values:
             self.place_carried(v)
         return self.memory.places[v.name]
 
+    def dtype(self, v: Value) -> str:
+        """What v is kept in: a bf16 value stays float32 if the build keeps activations so."""
+        return "f32" if v.dtype == "bf16" and self.build.activations == "f32" else v.dtype
+
     def place_carried(self, v: Value) -> None:
         shape = (ROWS_PADDED, v.width) if v.planes == 0 else (v.planes, ROWS_PADDED, v.width)
-        self.buffer(v.name, shape, v.dtype, "the residual stream" if v.planes == 0 else "snapshots of the residual stream")
-        self.memory.places[v.name] = Place(identifier(v.name), 0, v.width, v.dtype, "whole")
+        self.buffer(v.name, shape, self.dtype(v), "the residual stream" if v.planes == 0 else "snapshots of the residual stream")
+        self.memory.places[v.name] = Place(identifier(v.name), 0, v.width, self.dtype(v), "whole")
 
     def ref(self, v: Value) -> str:
         """The ref that holds v."""
@@ -45,7 +49,9 @@ class Values:
         p = self.place(v)
         width = self.memory.buffers[p.buffer].shape[-1]
         text = f"m.{p.buffer}[...]" if (p.at, p.width) == (0, width) else f"m.{p.buffer}[:, {p.at}:{p.at + p.width}]"
-        if v.dtype == "bf16" and p.dtype == "f32" and p.spread != "partial":
+        if self.build.activations == "f32" and dtype == "bf16":
+            return text                           # the product takes it apart
+        if self.dtype(v) == "bf16" and p.dtype == "f32" and p.spread != "partial":
             return f"{text}.astype(bf16)" if dtype == "bf16" else f"round_bf16({text})"
         return text if p.dtype == dtype else f"{text}.astype({dtype})"
 
@@ -75,18 +81,18 @@ class Values:
             if (left.buffer, left.at + left.width) != (right.buffer, right.at):
                 raise ValueError(f"{self.op.name}: {', '.join(v.name for v in vs)} must lie side by side")
         text = f"m.{places[0].buffer}[:, {places[0].at}:{places[-1].at + places[-1].width}]"
-        rounded = vs[0].dtype == "bf16" and places[0].dtype == "f32"
+        rounded = self.dtype(vs[0]) == "bf16" and places[0].dtype == "f32"
         return f"round_bf16({text})" if rounded else text if places[0].dtype == "f32" else f"{text}.astype(f32)"
 
     def join(self, vs: tuple[Value, ...], name: str) -> Target:
         """A new buffer that holds several outputs of the current op side by side."""
         spread, at = self.result(vs[0]), 0
         widths = [self.local(v, spread) for v in vs]
-        buffer = self.room(name, sum(widths), vs[0].dtype, " | ".join(self.bare(v.name) for v in vs))
+        buffer = self.room(name, sum(widths), self.dtype(vs[0]), " | ".join(self.bare(v.name) for v in vs))
         for v, width in zip(vs, widths):
-            self.memory.places[v.name] = Place(buffer, at, width, v.dtype, spread)
+            self.memory.places[v.name] = Place(buffer, at, width, self.dtype(v), spread)
             at += width
-        return Target(f"m.{buffer}", vs[0].dtype, at)
+        return Target(f"m.{buffer}", self.dtype(vs[0]), at)
 
     def write(self, v: Value, width: int | None = None, dtype: str | None = None) -> Target:
         """A new buffer for an output of the current op (or the carried buffer), to be stored to with `set`. The buffer may be
@@ -96,8 +102,8 @@ class Values:
         else:
             spread = self.result(v)
             local = self.local(v, spread)
-            name = self.room(v.name, width or local, dtype or v.dtype, self.op.kind.replace("_", " "))
-            p = self.memory.places[v.name] = Place(name, 0, local, dtype or v.dtype, spread)
+            name = self.room(v.name, width or local, dtype or self.dtype(v), self.op.kind.replace("_", " "))
+            p = self.memory.places[v.name] = Place(name, 0, local, dtype or self.dtype(v), spread)
         return Target(f"m.{p.buffer}", p.dtype, p.width)
 
     def alias(self, x: Value, ys: tuple[Value, ...]) -> None:

@@ -148,7 +148,8 @@ def judge_vmem(plan: Plan, rows: int, allocations: list[Allocation]) -> tuple[di
              for b in buffers if b.actual is not None and b.actual != b.planned]
     reserve = plan.spec.build.spill_kib * KIB
     if spills > reserve:
-        wrong.append(f"the compiler spills {spills:,} bytes; build.spill_kib leaves {reserve:,}")
+        wrong.append(f"the compiler spills {spills:,} bytes; build.spill_kib leaves {reserve:,}"
+                     f"; fix: --set build.spill_kib={-(-spills // KIB)}")
     total = sum(a.bytes for a in allocations) - spills
     fields = {"vmem_bytes": total, "lifted_bytes": lifted(buffers), "spill_bytes": spills, "buffers": tuple(buffers)}
     return fields, wrong

@@ -61,7 +61,7 @@ def run_reference(graph: LayerGraph, params: Params, spec: Spec, steps: int, see
     rows = max(spec.build.rows)
     written = [tile - 1, 2 * tile - 1, tile // 2, 0][:rows]
     rng = np.random.default_rng(seed)
-    decoder = Decoder(graph, params, rows, context)
+    decoder = Decoder(graph, params, rows, context, activations=spec.build.activations)
     for t in range(max(written)):
         decoder.step(rng.integers(0, vocab, rows), [t if t < n else -1 for n in written])
     scenario = Scenario(rows, context, written, [_copy(decoder.states)])
@@ -93,7 +93,7 @@ def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool
         if same and row == 1:
             tried = tokens[:1]
         notes = _try(decoder, row, int(positions[row]), tried)
-        if same and row == 0 and notes and positions[1:2] >= 0:  # a wide gap for both
+        if same and row == 0 and notes and decoder.rows > 1 and positions[1] >= 0:  # a wide gap for both
             other = _try(decoder, 1, int(positions[1]), tried)
             notes = [(c, np.minimum(g, h)) for (c, g), (_, h) in zip(notes, other)]
         if not notes:

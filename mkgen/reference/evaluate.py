@@ -1,7 +1,7 @@
 """The oracle of the kernel: the graph, run op by op with each op's own meaning, through caches and states.
 
 `exact=True` rounds nothing (float32, to be held against other people's code); otherwise every value is rounded where its op
-says so. Ops run one at a time, so that no compiler fuses a rounding away.
+says so, unless the build keeps activations in float32. Ops run one at a time, so that no compiler fuses a rounding away.
 """
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Decoder:
     rows: int
     context: int
     exact: bool = False
+    activations: str = "bf16"            # as in the spec: with f32 only the positional caches are rounded
     states: dict[str, np.ndarray] = field(default_factory=dict)
     notes: list[tuple[str, int, np.ndarray, np.ndarray]] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class Env:
         self.values[value.name] = self.r(x) if value.dtype == "bf16" else x
 
     def r(self, x):
-        return x if self.decoder.exact else round_bf16(x)
+        return x if self.decoder.exact or self.decoder.activations == "f32" else round_bf16(x)
 
     def w(self, weight: Weight):
         return jnp.asarray(self.decoder.params.weight(weight, self.layer), jnp.float32)
@@ -113,6 +114,7 @@ class Env:
     def append(self, name: str, new):
         """Writes new [rows, ...] at each active row's position and returns the cache [rows, context, ...]."""
         cache = self.decoder.states[name][self.index]
+        new = new if self.decoder.exact else round_bf16(new)
         for row, p in enumerate(np.asarray(self.positions)):
             if p >= 0:
                 cache[row, p] = np.asarray(new[row])

@@ -10,7 +10,7 @@ from mkgen.plan.plan import Plan
 from mkgen.spec.model import Spec
 
 COMPILED = ("compile_seconds", "vmem_bytes", "planned_vmem_bytes", "bytes_per_core")
-RUNG = ("rung", "compared", "error", "bound", "verdict")
+RUNG = ("name", "compared", "error", "bound", "verdict")
 
 
 def record(of: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def remark(pairs: list[tuple[int | None, int | None]]) -> str:
     """What to say of (planned, allocated) bytes: a buffer that lives in registers takes none."""
     if all(planned == actual for planned, actual in pairs):
         return ""
-    return "in registers" if all(actual in (0, planned) for planned, actual in pairs) else "differs"
+    return "in registers" if all(actual in (None, 0, planned) for planned, actual in pairs) else "differs"
 
 
 def verified(spec: Spec, results: Iterable[Any], as_json: bool) -> bool:

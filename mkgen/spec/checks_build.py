@@ -95,6 +95,8 @@ def _whole_hosts(c: Checker) -> None:
 
 def parallel(c: Checker) -> None:
     product = c.build.expert_parallel * c.build.tensor_parallel
+    if product == 1 and not any(isinstance(f, Moe) for f in c.model.ffns.values()):
+        return  # nothing to share out
     if product != c.ranks:
         c.say(
             ("build", "expert_parallel"),
@@ -286,6 +288,16 @@ def tokens(c: Checker) -> None:
         )
 
 
+def activations(c: Checker) -> None:
+    if c.build.activations not in ("bf16", "f32"):
+        c.say(
+            ("build", "activations"),
+            f"build.activations is {c.build.activations}",
+            "values between ops are bf16, or float32 and taken apart into two bf16 terms for each product",
+            "write bf16 or f32",
+        )
+
+
 def context(c: Checker) -> None:
     tile = c.build.kv_tile
     if tile % TILE_ROWS:
@@ -335,4 +347,4 @@ def memory(c: Checker) -> None:
         )
 
 
-CHECKS = (mesh, parallel, heads, experts, formats, replicate, rows, tokens, context, depths, memory)
+CHECKS = (mesh, parallel, heads, experts, formats, replicate, rows, tokens, activations, context, depths, memory)

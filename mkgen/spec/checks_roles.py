@@ -102,7 +102,7 @@ def patterns(c: Checker) -> None:
                     ("model", "checkpoint", role),
                     f"{role} and {first} have the same tensor, {pattern}",
                     "two weights cannot be one tensor",
-                    "give each its own name",
+                    "give each its own name, or write `tied_head: true` and leave `head` out if they are one",
                 )
 
 

@@ -145,6 +145,7 @@ class Build:
     replicate: tuple[str, ...] = ()              # weight families kept whole on every rank
     block_kib: int = 2048                        # largest block of a streamed matrix = one ring slot
     # schedule
+    activations: str = "bf16"                    # bf16 | f32: products then take two bf16 terms of each activation
     rows: tuple[int, ...] = (1,)
     tokens: int = 1
     context: int = 4096

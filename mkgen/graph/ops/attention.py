@@ -116,7 +116,7 @@ class GqaAttention(Op):
         heads, kv_heads = b.place(self.q).width // hd, b.place(self.k).width // hd
         keys = tuple(2 * wide * g + j for g in range(kv_heads) for j in range(wide))
         values = tuple(2 * wide * g + wide + j for g in range(kv_heads) for j in range(wide))
-        name = open_cache(b, self, heads, 2 * wide * kv_heads, keys, values, hd ** -0.5)
+        name = open_cache(b, self, heads, 2 * wide * kv_heads, keys, values, hd)
         b.step(self, "attention", "gqa_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), head_dim=hd,
                kv_heads=kv_heads)
         attend(b, self, name)
@@ -180,8 +180,7 @@ class MlaAttention(Op):
 
     def lower(self, b):
         heads, blocks = b.place(self.q).width // (self.nope_dim + self.rope_dim), -(-(self.kv_rank + self.rope_dim) // 128)
-        name = open_cache(b, self, heads, blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))),
-                          (self.nope_dim + self.rope_dim) ** -0.5)
+        name = open_cache(b, self, heads, blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), self.nope_dim + self.rope_dim)
         k_up, _ = b.block(self.k_up.name, (self.k_up,))
         b.step(self, "attention", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"), latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32"),
                k_up=k_up, heads=heads, nope_dim=self.nope_dim)
@@ -191,7 +190,7 @@ class MlaAttention(Op):
         b.step(self, "attention", "mla_output", reads=(f"{name}_mixed",), o=b.write(self.o), v_up=v_up, heads=heads, v_dim=self.v_dim)
 
 
-def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale: float) -> str:
+def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, score_dim: int) -> str:
     """Declares a cache of `blocks` x 128 features a token with its ring of tiles, and starts the first tiles early."""
     tile, slots, name = b.build.kv_tile, b.build.kv_slots, b.own(op.state)
     cache = b.state(op.states()[0], ("rows", blocks, b.build.context // 2, 128), "u32", "two tokens a word")
@@ -199,7 +198,7 @@ def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale
     b.buffer(f"{name}_tiles", (slots, blocks, tile // 2, 128), "u32", "tiles of the cache, one a slot")
     b.buffer(f"{name}_token", (blocks, 8, 128), "u32", "the new token of each row")
     b.buffer(f"{name}_word", ("rows", blocks, 1, 128), "u32", "its words, to be written back")
-    b.buffer(f"{name}_queries", (8, heads_padded, len(keys) * 128), "bf16", "queries")
+    b.buffer(f"{name}_queries", (8, heads_padded, len(keys) * 128), b.build.activations, "queries")
     b.buffer(f"{name}_mixed", (8, heads_padded, len(values) * 128), "f32", "weighed values")
     b.semaphores(f"{name}_tile_sem", (slots,), "one a tile slot")
     b.semaphores(f"{name}_word_sem", ("rows",), "new words out")
@@ -215,7 +214,7 @@ def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, scale
                f"{cache}.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]", f"m.{name}_word_sem.at[row]", blocks * 512,
                "The words of the row's new token, back into the cache.", reads=(f"{name}_word",), writes=(cache[2:],))
     b.start_early_loop(f"{name}_tile_copy", "i", "jnp.minimum(m.kv_count[0], KV_SLOTS)", "m", "index", "i", bound=slots)
-    b.step(op, "attention", "cache", writes=(f"{name}_mixed",), name=name, keys=keys, values=values, scale=scale)
+    b.step(op, "attention", "cache", writes=(f"{name}_mixed",), name=name, keys=keys, values=values, scale=f"{score_dim} ** -0.5")
     return name
 
 

@@ -106,13 +106,14 @@ class RoutedExperts(Op):
         slots, rows = b.build.expert_slots, b.max_rows * self.top_k
         b.buffer("expert_slot", (slots, image.rows, 128), "u32", "experts, one a slot")
         b.semaphores("expert_sem", (slots,), "one an expert slot")
-        b.buffer("expert_ids", (min(image.local_experts, rows),), "i32", "local ids of the distinct experts of this step", space="smem")
+        b.buffer("expert_ids", (min(image.local_experts, rows),), "i32", "local ids of the layer's distinct experts", space="smem")
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
         b.buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
         b.buffer("expert_gate_up", (8, 2 * image.width_padded), "f32", "gate | up of one expert")
         for name, k in (("expert_x", image.k), ("expert_h", image.down.k)):
-            shape = (-(-k // 256), 64, 256) if image.format == "mxfp4" else (8, k)
-            b.buffer(name, shape, "bf16", "left operand" + (", block-diagonal" if len(shape) == 3 else ""))
+            terms = 2 if b.build.activations == "f32" else 1
+            shape = (-(-k // 256), 64 * terms, 256) if image.format == "mxfp4" else (8, k)
+            b.buffer(name, shape, "bf16" if terms == 1 or len(shape) == 3 else "f32", "left operand" + (", block-diagonal" if len(shape) == 3 else ""))
         b.transfer("expert_copy", ("m", "index", "i"), "m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]]", "m.expert_slot.at[slot]",
                    "m.expert_sem.at[slot]", image.rows * 512, "Number i of the layer's list of experts, into its slot.",
                    setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=("experts",), writes=("expert_slot",))
