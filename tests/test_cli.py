@@ -174,7 +174,7 @@ def test_the_collectives_shown_are_those_of_the_plan(kimi_plan):
 
 
 def test_one_core_has_no_collectives(clean):
-    one = ("mesh={core: 1}", "expert_parallel=1", "tensor_parallel=1", "expert_slots=2")
+    one = ("mesh={core: 1}", "expert_parallel=1", "tensor_parallel=1", "expert_slots=2", "ring_depth=8")
     result = run("plan", QWEN, *(word for text in one for word in ("--set", f"build.{text}")))
     assert result.exit_code == 0, result.output
     assert "1 core (core 1)" in result.stdout and "Collectives" not in result.stdout
@@ -238,7 +238,7 @@ def test_build_into_a_file_is_wrong_input(clean, tmp_path):
 
 def compiled(rows: int, verdict: str):
     return CompileResult(
-        rows, verdict, () if verdict == "pass" else ("VMEM of [x] differs",), compile_seconds=1.5, lower_seconds=0.5,
+        rows, verdict, () if verdict == "pass" else ("VMEM of [x] differs",), compile_seconds=1.5, lower_seconds=0.5, cpu_seconds=1.4,
         vmem_bytes=1000, planned_vmem_bytes=900, spill_bytes=0, bytes_per_core=7, planned_bytes_per_core=7,
         temporary_bytes=0, code_bytes=12345, buffers=(BufferBytes("ring", 900, 1000),))
 
@@ -258,13 +258,13 @@ def test_compile(stage):
 
 @pytest.mark.parametrize("verdicts, code", [(["pass", "skipped"], 0), (["pass", "fail"], 1), (["skipped"], 1), ([], 1)])
 def test_verify(stage, verdicts, code):
-    rungs = [dict(rung=f"rung {n}", compared="logits", error=0.001, bound=0.02, verdict=word, reason="no [x]")
+    rungs = [dict(name=f"rung {n}", compared="logits", error=0.001, bound=0.02, verdict=word, reason="no [x]")
              for n, word in enumerate(verdicts)]
     stage("mkgen.prove.verify", verify_spec=lambda spec: rungs)
     made = run_json("verify", QWEN, code=code)
     assert made == {"verdict": "fail" if code else "pass", "rungs": rungs}
     result = run("verify", QWEN)
-    assert result.exit_code == code and all(r["rung"] in result.stdout for r in rungs)
+    assert result.exit_code == code and all(r["name"] in result.stdout for r in rungs)
     assert ("skipped: no [x]" in result.stdout) == ("skipped" in verdicts)
     assert "pass: no [x]" not in result.stdout
 

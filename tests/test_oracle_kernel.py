@@ -7,7 +7,8 @@ experts it chose: the reference's choice stands for it wherever their logits agr
 Qwen3-MoE runs freely, from position 0. Kimi K3 does not: at these sizes, rounding to bf16 soon makes it choose other
 experts than float32 does, so that a free run fails check.py; the oracle's own model fails it when run in bf16. So each
 step starts from the states of the float32 reference, which `test_oracle.py` holds against the oracle's, and the states
-that it leaves are compared as well. What this cannot show is that errors stay small over many steps.
+that it leaves are compared as well. What this cannot show is that errors stay small over many steps; that is shown by free
+runs with `build.activations: f32`, which pass check.py as they are.
 """
 from __future__ import annotations
 
@@ -75,11 +76,11 @@ class Kernel:
 
 @pytest.fixture
 def built(tmp_path, monkeypatch):
-    """(case, ranks, checkpoint, experts' format) -> Kernel."""
-    def build(case: Case, ranks: int, tensors: dict[str, np.ndarray], fmt: str = "bf16") -> Kernel:
-        spec = case.spec(**MESHES[ranks], formats={"experts": fmt})
+    """(case, ranks, checkpoint, experts' format, activations) -> Kernel."""
+    def build(case: Case, ranks: int, tensors: dict[str, np.ndarray], fmt: str = "bf16", activations: str = "bf16") -> Kernel:
+        spec = case.spec(**MESHES[ranks], formats={"experts": fmt}, activations=activations)
         plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
-        name = f"oracle_{case.name.replace('-', '_')}_{ranks}_{fmt}"
+        name = f"oracle_{case.name.replace('-', '_')}_{ranks}_{fmt}_{activations}"
         write_module(plan, tmp_path / name)
         figures = pack(plan, checkpoint(tmp_path / "hub", tensors), tmp_path / "packed")
         assert not figures["rounded_to_bf16"] and not figures["converted_to_mxfp4"]
@@ -124,6 +125,22 @@ def test_a_free_run(name, ranks, built):
     assert error <= bound and share >= 0.5
 
 
+@pytest.mark.parametrize("name", ["kimi_k3-tiny", "kimi_k3-lane"])
+def test_a_free_run_with_float32_activations(name, built):
+    """Values between ops in float32, products of two bf16 terms, caches still bf16: a free run of the whole prompt and all
+    decode steps stays within check.py's bound everywhere, and no routing flip needs to be excused."""
+    case = load_case(name)
+    kernel = built(case, 1, case.weights, activations="f32")
+    state, logits = kernel.module.init_state(kernel.mesh, case.batch), []
+    for t in range(case.tokens):
+        _, out, state = kernel.run(state, case.ids[:, t], case.positions(t))
+        logits.append(out)
+    got, oracle = np.stack(logits[case.prompt - 1:], 1), case.io["logits"]
+    error, bound = np.abs(got - oracle).max(), max(0.15, 0.05 * np.abs(oracle).max())
+    print(f"{name}: max|d|={error:.2e} bound={bound:.2e} on all positions")
+    assert error <= bound
+
+
 def run_forced(case: Case, kernel: Kernel, want: Answers) -> tuple[np.ndarray, np.ndarray]:
     """Each step from the states that the reference started from -> logits [B, N + 1, V], and which agree with its."""
     logits, tokens, states = [], [], []
@@ -140,7 +157,7 @@ def run_forced(case: Case, kernel: Kernel, want: Answers) -> tuple[np.ndarray, n
     return logits, agree
 
 
-@pytest.mark.parametrize("name, ranks", [("kimi_k3-tiny", 4), ("kimi_k3-lane", 2)])
+@pytest.mark.parametrize("name, ranks", [("kimi_k3-tiny", 2), ("kimi_k3-lane", 2)])
 def test_single_steps(name, ranks, built):
     """The last token of the prompt and each decoded one, from the float32 reference's states."""
     case = load_case(name)

@@ -87,7 +87,7 @@ def test_where_remembers_lines():
 # new text, unless a fifth entry names a text at whose line it stands.
 BAD_SPECS = [
     (QWEN, "  hidden: 2048", "  hiden: 2048", "unknown key model.hiden"),
-    (QWEN, "  ring_depth: 12", "  ring_dept: 12", "unknown key build.ring_dept"),
+    (QWEN, "  ring_depth: 18", "  ring_dept: 12", "unknown key build.ring_dept"),
     (QWEN, "      kv_heads: 4", "      kv_heads: four", "kv_heads is four, not a whole number"),
     (QWEN, "  layers: 48", "  layers: 48.0", "layers is 48.0, not a whole number"),
     (QWEN, "  layers: 48", '  layers: "48"', 'layers is "48", not a whole number'),
@@ -182,8 +182,8 @@ BAD_SPECS = [
     (QWEN, "  rows: [1, 8]", "  rows: [1, 8]\n  tokens: 2", "build.tokens is 2"),
     (QWEN, "  context: 4096", "  context: 4100", "context 4100 is not a multiple of kv_tile 256"),
     (QWEN, "  kv_tile: 256", "  kv_tile: 100", "kv_tile 100 is not a multiple of 16"),
-    (QWEN, "  ring_depth: 12", "  ring_depth: 1", "ring_depth is 1"),
-    (QWEN, "  ring_depth: 12", "  ring_depth: 99", "the ring alone"),
+    (QWEN, "  ring_depth: 18", "  ring_depth: 1", "ring_depth is 1"),
+    (QWEN, "  ring_depth: 18", "  ring_depth: 99", "the ring alone"),
     (QWEN, "  expert_slots: 4", "  expert_slots: 1", "expert_slots is 1"),
     (QWEN, "  expert_slots: 4", "  kv_slots: 1", "kv_slots is 1"),
     (QWEN, "  layers: 48", "  layers: 48\n  layers: 48", "key 'layers' is written twice"),

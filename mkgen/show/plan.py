@@ -58,7 +58,7 @@ def totals(made: Plan, figures: dict[int, dict], word: str):
         "bytes streamed a step": lambda f: show.number(f["streamed_bytes_per_step"]),
         "padding, % of the true bytes": lambda f: f"{100 * f['padding_fraction']:.2f}",
         "replicated bytes among the true": lambda f: show.number(f["replicated_bytes"]),
-        f"weights at {rate / 1e12:.2f} TB/s, us": lambda f: f"{f['floor_seconds'] * 1e6:,.1f}",
+        f"floor: weights at {rate / 1e12:.2f} TB/s, us": lambda f: f"{f['floor_seconds'] * 1e6:,.1f}",
         "VMEM planned": lambda f: show.number(f["planned_vmem_bytes"]),
         f"VMEM left of {show.mib(budget)} MiB, MiB": lambda f: show.mib(budget - f["planned_vmem_bytes"]),
         "HBM held": lambda f: show.number(f["bytes_per_core"]),
