@@ -40,9 +40,9 @@ PLAN = {
     "chip": "tpu7x",
     "layout_hash": "88a5a077f609c534",  # of the packed weights that this module reads
     "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
-    "ring_depth": 15,
+    "ring_depth": 14,
     "padding_fraction": 0.005763,  # of the bytes streamed in a step, at 1 rows
-    "vmem_bytes": {1: 56922112, 8: 62889472},  # by rows
+    "vmem_bytes": {1: 56995840, 8: 62963200},  # by rows
     "bytes_per_core": {1: 49053581312, 8: 50029346816},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]
@@ -53,13 +53,11 @@ WEIGHTS = {  # u32 shape on one rank
     "experts": (10304, 8568, 128),
     "embedding": (143360, 128),
 }
-# which axis of a state counts decode rows
-STATE_ROW_AXIS = {"kda_window": 2, "kda_matrix": 1, "mla_cache": 1}
+STATE_ROW_AXIS = {"kda_window": 2, "kda_matrix": 1, "mla_cache": 1}  # counts decode rows
 
 # ---- tables --------------------------------------------------------------------------------------
 
-# in the order of the kernel's switches
-KINDS = {"mixer": ["kda", "mla"], "ffn": ["dense", "moe"]}
+KINDS = {"mixer": ["kda", "mla"], "ffn": ["dense", "moe"]}  # in the order of the switches
 SCHEDULE = {  # the sub-layer of each layer
     "mixer": 23 * (3 * ["kda"] + ["mla"]) + ["mla"],
     "ffn": ["dense"] + 92 * ["moe"],

@@ -9,7 +9,7 @@ chunks of it that have been read. Chunk g waits in ring slot g mod RING_DEPTH; w
 for the last time, chunk g + RING_DEPTH is started into its slot. Activations are [8, width]: decode
 rows, padded to a sublane tile. `layer` counts layers, `index` counts earlier layers of the same
 kind.
-bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or `round_bf16` says so.
+Values and sums are f32: a product takes two bf16 terms of a value, a positional cache keeps bf16.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 f32, bf16, i32, u32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
 bitcast, async_copy = pltpu.bitcast, pltpu.make_async_copy
 
-LANES = 128
-ROWS_PADDED = 8
-LAYERS = 93
-RING_DEPTH = 15
+LANES, ROWS_PADDED = 128, 8
+LAYERS, RING_DEPTH = 93, 14
 EMBED_WORDS = 28  # u32 rows of one token's embedding
 VOCAB_RUN = 5120  # tokens of the vocabulary on one rank
 FACTS = 8  # words a layer in the table m.facts:
@@ -44,13 +42,23 @@ def lanes(start, width):
     """A run of lanes that starts at a multiple of 128."""
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, LANES), width)
 
-def dot(x, w):
-    """[8, k] x [k, n] -> [8, n], summed in f32."""
-    return jnp.dot(x, w, preferred_element_type=f32)
+TERM_ROWS = 2 * ROWS_PADDED
+
+def terms(x):
+    """f32 [r, n] -> f32 [2 r, n]: what bf16 holds of each number, then what it leaves."""
+    high = bitcast(bitcast(x, u32) & u32(0xFFFF0000), f32)
+    return jnp.concatenate([high, x - high])
+
+def dot(x, w, contract=0):
+    """[8, k] x [k, n] -> [8, n], summed in f32. An f32 x goes as two bf16 terms, in one pass."""
+    dims = (((1,), (contract,)), ((), ()))
+    split = x if x.dtype == bf16 else terms(x).astype(bf16)
+    y = lax.dot_general(split, w, dims, preferred_element_type=f32)
+    return y if x.dtype == bf16 else sum(jnp.split(y, 2))
 
 def dot_t(x, w):
-    """[8, k] x [n, k] -> [8, n], summed in f32."""
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+    """[8, k] x [n, k] -> [8, n]."""
+    return dot(x, w, contract=1)
 
 def pad_lanes(x, width):
     """Zero columns up to `width`."""
@@ -117,7 +125,7 @@ def block_mixture(m, y, g, at, live, eps):
 
     def mix(i, _):
         mixed = sum(v * (e / total) for v, e in zip(values(i), weights))
-        y[:, lanes(i * MIX_LANES, MIX_LANES)] = mixed.astype(bf16)
+        y[:, lanes(i * MIX_LANES, MIX_LANES)] = mixed
 
     none = jnp.zeros((ROWS_PADDED, LANES), f32)
     *old, last = lax.fori_loop(0, parts, measure, [(none, none)] * (planes + 1))
@@ -136,7 +144,7 @@ def block_add(m, layer, x):
         m.snapshots[block] = m.running[...]
 
     before = jnp.where(opens == 1, 0.0, m.running[...].astype(f32))
-    m.running[...] = (before + x).astype(bf16)
+    m.running[...] = before + x
 
 # ---- rows, tokens --------------------------------------------------------------------------------
 
@@ -182,8 +190,7 @@ def greedy_local(logits, first, valid):
     best = (logits == top) & (column < valid)
     no_token = 2**31 - 1  # of a rank without valid columns: loses every tie
     token = jnp.min(jnp.where(best, first + column, no_token), axis=1, keepdims=True)
-    wide = (ROWS_PADDED, LANES)
-    return jnp.broadcast_to(top, wide), jnp.broadcast_to(token, wide)
+    return tuple(jnp.broadcast_to(x, (ROWS_PADDED, LANES)) for x in (top, token))
 
 # ---- the tape ------------------------------------------------------------------------------------
 
@@ -378,7 +385,7 @@ def short_conv(x, old, w, position, taps):
     inputs = [*window, x]
     total = sum(inputs[t] * line(w[t * rows : (t + 1) * rows], x.shape[1]) for t in range(taps))
     shifted = jnp.where(position >= 0, jnp.stack(inputs[1:]), old)
-    return (total * jax.nn.sigmoid(total)).astype(bf16), shifted
+    return (total * jax.nn.sigmoid(total)), shifted
 
 def delta_rule(x, matrices, clean):
     """One row. x [1, 5 * heads * head_dim]: q | k | decay | v | beta; matrices [heads, key, value].
@@ -402,8 +409,8 @@ def delta_rule(x, matrices, clean):
 # ---- attention over a positional cache -----------------------------------------------------------
 #
 # A cache is u32 [layers, rows, blocks, context / 2, 128]: a word holds tokens 2 i (low half) and
-# 2 i + 1 (high) of one feature, a block is 128 features. All (row, tile) pairs of active rows form
-# one list of items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
+# 2 i + 1 (high) of a feature, a block is 128 features. All (row, tile) pairs form one list of
+# items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
 
 KV_TILE = 256  # tokens
 KV_SLOTS = 8  # tiles in VMEM: half computed on, half on their way
@@ -460,7 +467,7 @@ def list_kv_items(m):
 def put_queries(kv, queries):
     """One f32 [8, n] a head -> [8, heads padded, n]."""
     none = [jnp.zeros_like(queries[0])] * (kv.queries.shape[1] - len(queries))
-    kv.queries[...] = jnp.swapaxes(jnp.stack(queries + none), 0, 1).astype(bf16)
+    kv.queries[...] = jnp.swapaxes(jnp.stack(queries + none), 0, 1)
 
 def put_token(kv, x):
     """The new token's features, f32 [8, blocks * 128]."""
@@ -510,7 +517,7 @@ def attend_batch(m, kv, first, running):
     queries = [kv.queries[kv_item(m, i)[0]] for i in items]
     scores = [dot_t(q, t[0]) * kv.scale for q, t in zip(queries, tiles)]
     parts = [softmax_tile(s, kv_last(m, i)) for i, s in zip(items, scores)]
-    mixed = [dot(p[2].astype(bf16), t[1]) for p, t in zip(parts, tiles)]
+    mixed = [dot(p[2], t[1]) for p, t in zip(parts, tiles)]
     for i, (part_top, part_total, _), part in zip(items, parts, mixed):
         row, tile = kv_item(m, i)
         before = jnp.where(tile == 0, -jnp.inf, running[0])  # a new row: forget the one before
@@ -533,7 +540,7 @@ def mla_inputs(kv, q, latent, key, k_up, heads, nope_dim):
 
 def mla_output(kv, v_up, heads, v_dim):
     """[8, heads * v_dim] f32: each head's mixed latent, out of the latent."""
-    mixed = jnp.swapaxes(kv.mixed[...], 0, 1)[:, :, : v_up.shape[0]].astype(bf16)
+    mixed = jnp.swapaxes(kv.mixed[...], 0, 1)[:, :, : v_up.shape[0]]
     out = [dot(mixed[h], v_up[:, h * v_dim : (h + 1) * v_dim]) for h in range(heads)]
     return jnp.concatenate(out, axis=1)
 
@@ -609,11 +616,6 @@ def take_expert(m, i):
     m.expert_ids[i] = lowest.astype(i32)
     m.wanted[...] = jnp.where(wanted == lowest, float(wanted.shape[1]), wanted)
 
-def take_rest(m):
-    """Completes the list, while the first experts are on their way."""
-    count = m.expert_count[0]
-    lax.fori_loop(jnp.minimum(count, EXPERT_SLOTS), count, lambda i, _: take_expert(m, i), None)
-
 def panel_part(m, slot, at, panel, panel_rows, skip, rows):
     """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
     start = at + panel * panel_rows + skip
@@ -623,11 +625,11 @@ def panel_part(m, slot, at, panel, panel_rows, skip, rows):
 def block_diagonal(ref, x):
     """x [8, k] into ref[c], 256 of k each: row block j keeps the columns of group j, else zero."""
     for c, part in enumerate(heads_of(x, DEPTH)):
-        part, width = part.astype(f32), part.shape[1]
+        part, width = terms(part), part.shape[1]
         group = lax.broadcasted_iota(i32, part.shape, 1) // GROUP
         blocks = [jnp.where(group == j, part, 0.0) for j in range(width // GROUP)]
         stack = jnp.concatenate(blocks, axis=0).astype(bf16)
-        ref[c, : len(blocks) * ROWS_PADDED, :width] = stack
+        ref[c, : len(blocks) * TERM_ROWS, :width] = stack
 
 def e8m0(words, byte):
     """That byte of each word as a power of two: the byte is the exponent field of an f32."""
@@ -654,11 +656,11 @@ def expert_matmul(m, slot, s, lhs, write):
             w = part(s.at, s.panel_rows, c * DEPTH // 8, depth // 8)
             w = bitcast(w, jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
             groups = depth // GROUP
-            y = dot(lhs[c, : groups * ROWS_PADDED, :depth], w)
+            y = dot(lhs[c, : groups * TERM_ROWS, :depth], w)
             for j in range(groups):
                 n = c * (DEPTH // GROUP) + j
                 scale = scales[n % 4][n // 4 : n // 4 + 1, :]
-                total += y[j * ROWS_PADDED : (j + 1) * ROWS_PADDED] * scale
+                total += sum(jnp.split(y[j * TERM_ROWS : (j + 1) * TERM_ROWS], 2)) * scale
         write(p, wide * LANES, total)
 
     lax.fori_loop(0, s.panels // s.wide, group, None)
@@ -674,9 +676,9 @@ def run_expert(m, i, route, y):
         y[:, lanes(panel * LANES, columns)] += weight * down
 
     expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
-    gate = round_bf16(m.expert_gate_up[:, :width])
-    up = round_bf16(m.expert_gate_up[:, 768 : 768 + width])
-    h = situ(gate, up, 4.0, 25.0).astype(bf16)
+    gate = m.expert_gate_up[:, :width]
+    up = m.expert_gate_up[:, 768 : 768 + width]
+    h = situ(gate, up, 4.0, 25.0)
     block_diagonal(m.expert_h, h)
     here = lax.broadcasted_iota(i32, route.shape, 1) == first_expert() + m.expert_ids[i]
     weight = jnp.sum(jnp.where(here, route[...], 0.0), axis=1, keepdims=True)
@@ -752,7 +754,7 @@ def begin(m, g):
     m.embedded[...] = embedded_rows(m, 7168)
     all_reduce(m, m.embedded, 7168)
     # -- enter
-    m.running[...] = m.embedded[...].astype(bf16)
+    m.running[...] = m.embedded[...]
     return g
 
 def kda(m, layer, index, g):
@@ -764,11 +766,11 @@ def kda(m, layer, index, g):
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
     # -- kda.norm
     w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
-    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     # -- kda.f_a
     m.f_a_y[...] = dot(m.h[...], panels(m, g, 88, 7168, 128))
     # -- kda.f_b
-    m.f_b_y[...] = dot(m.f_a_y[...].astype(bf16), panels(m, g, 3672, 128, 384))
+    m.f_b_y[...] = dot(m.f_a_y[...], panels(m, g, 3672, 128, 384))
     g = next_chunk(m, g)  # b 0
     # -- kda.b
     m.b_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 16))
@@ -787,18 +789,18 @@ def kda(m, layer, index, g):
     window_read(m, index).wait()
     tape_copy(m, g).wait()  # q_conv+k_conv+v_conv 0, a 40, dt_bias 48, o_norm 56
     # -- kda.conv
-    x, w = round_bf16(m.qkvg_y[:, 0:1152]), bitcast(tape_rows(m, g, 0, 40), f32)
+    x, w = m.qkvg_y[:, 0:1152], bitcast(tape_rows(m, g, 0, 40), f32)
     y, window = short_conv(x, m.window[...], w, m.position_column[...], 4)
     m.conv[...], m.window[...] = y, window
     window_write(m, index).start()
     # -- kda.delta
     a = line(bitcast(tape_rows(m, g, 40, 8), f32), 3)  # exp(A_log), as packed
     dt_bias = line(bitcast(tape_rows(m, g, 48, 8), f32), 384)
-    q = l2_heads(m.conv[:, 0:384].astype(f32), 128, 1e-06) * 128**-0.5
-    k = l2_heads(m.conv[:, 384:768].astype(f32), 128, 1e-06)
-    v, z = m.conv[:, 768:1152].astype(f32), round_bf16(m.f_b_y[...])
+    q = l2_heads(m.conv[:, 0:384], 128, 1e-06) * 128**-0.5
+    k = l2_heads(m.conv[:, 384:768], 128, 1e-06)
+    v, z = m.conv[:, 768:1152], m.f_b_y[...]
     decay = jnp.exp(-5.0 * jax.nn.sigmoid(per_head(a, 128) * (z + dt_bias)))
-    beta = per_head(jax.nn.sigmoid(round_bf16(m.b_y[:, 0:3])), 128)
+    beta = per_head(jax.nn.sigmoid(m.b_y[:, 0:3]), 128)
     m.matrix_inputs[...] = jnp.concatenate([q, k, decay, v, beta], axis=1)
     m.matrix_outputs[...] = jnp.zeros_like(m.matrix_outputs)  # what inactive rows put out
 
@@ -814,12 +816,12 @@ def kda(m, layer, index, g):
         pl.when(m.positions[row] >= 0)(lambda: matrix_write(m, index, row).start())
 
     lax.fori_loop(0, m.rows, matrix_row, None)
-    m.delta[...] = m.matrix_outputs[...].astype(bf16)
+    m.delta[...] = m.matrix_outputs[...]
     # -- kda.gated_norm
     w = line(bitcast(tape_rows(m, g, 56, 8), f32), 128)
-    normed = norm_heads(m.delta[...].astype(f32), w, 1e-05)
-    gate = jax.nn.sigmoid(round_bf16(m.qkvg_y[:, 1152:1536])).astype(bf16)
-    m.gated[...] = normed.astype(bf16) * gate
+    normed = norm_heads(m.delta[...], w, 1e-05)
+    gate = jax.nn.sigmoid(m.qkvg_y[:, 1152:1536])
+    m.gated[...] = normed * gate
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- kda.o
@@ -833,7 +835,7 @@ def kda(m, layer, index, g):
     g = stream(m, g, range(3), kda_o_block)
     all_reduce(m, m.o_y, 7168)
     # -- kda.add
-    block_add(m, layer, round_bf16(m.o_y[...]))
+    block_add(m, layer, m.o_y[...])
     window_write(m, index).wait()
     each_active_row(m, lambda row: matrix_write(m, index, row).wait())
     return g
@@ -850,7 +852,7 @@ def mla(m, layer, index, g):
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
     # -- mla.norm
     w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
-    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     # -- mla.q_a
     m.q_a_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 48))
     # -- mla.kv_a
@@ -866,23 +868,23 @@ def mla(m, layer, index, g):
 
     g = stream(m, g, range(3), mla_g_block)
     # -- mla.kv_a
-    all_gather(m, round_bf16(m.kv_a_y[:, 0:18]), m.kv_a_whole, 18)
+    all_gather(m, m.kv_a_y[:, 0:18], m.kv_a_whole, 18)
     # -- mla.q_a
-    all_gather(m, round_bf16(m.q_a_y[...]), m.q_a_whole, 48)
+    all_gather(m, m.q_a_y[...], m.q_a_whole, 48)
     tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
     w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
-    m.q_latent[...] = rms_norm(round_bf16(m.q_a_whole[...]), w, 1e-06).astype(bf16)
+    m.q_latent[...] = rms_norm(m.q_a_whole[...], w, 1e-06)
     # -- mla.kv_norm
     w = bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32)
-    m.latent[...] = rms_norm(round_bf16(m.kv_a_whole[:, 0:512]), w, 1e-06).astype(bf16)
+    m.latent[...] = rms_norm(m.kv_a_whole[:, 0:512], w, 1e-06)
     # -- mla.q_b
     m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
     kv = open_cache(m, "cache", keys=(0, 1, 2, 3, 4), values=(0, 1, 2, 3), scale=192**-0.5)
     g = next_chunk(m, g)  # k_up 0
-    latent, key = m.latent[...].astype(f32), round_bf16(m.kv_a_whole[:, 512:576])
-    mla_inputs(kv, m.q_b_y[...].astype(bf16), latent, key, panels(m, g, 0, 512, 384), 3, 128)
+    latent, key = m.latent[...], m.kv_a_whole[:, 512:576]
+    mla_inputs(kv, m.q_b_y[...], latent, key, panels(m, g, 0, 512, 384), 3, 128)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
@@ -905,9 +907,9 @@ def mla(m, layer, index, g):
     )
     tape_copy(m, g).wait()  # v_up 0
     v_up = panels(m, g, 0, 512, 384)
-    m.attended[...] = mla_output(kv, v_up, 3, 128).astype(bf16)
+    m.attended[...] = mla_output(kv, v_up, 3, 128)
     # -- mla.gate
-    gate = jax.nn.sigmoid(round_bf16(m.g_y[...])).astype(bf16)
+    gate = jax.nn.sigmoid(m.g_y[...])
     m.mla_gated[...] = m.attended[...] * gate
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
@@ -922,7 +924,7 @@ def mla(m, layer, index, g):
     g = stream(m, g, range(3), mla_o_block)
     all_reduce(m, m.o_y, 7168)
     # -- mla.add
-    block_add(m, layer, round_bf16(m.o_y[...]))
+    block_add(m, layer, m.o_y[...])
     each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
     return g
 
@@ -933,7 +935,7 @@ def dense(m, layer, index, g):
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
     # -- dense.norm
     w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
-    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
@@ -945,9 +947,9 @@ def dense(m, layer, index, g):
 
     g = stream(m, g, range(17), dense_gate_up_block)
     # -- dense.act
-    gate = round_bf16(m.gate_up_y[:, 0:1056])
-    up = round_bf16(m.gate_up_y[:, 1056:2112])
-    m.act[...] = situ(gate, up, 4.0, 25.0).astype(bf16)
+    gate = m.gate_up_y[:, 0:1056]
+    up = m.gate_up_y[:, 1056:2112]
+    m.act[...] = situ(gate, up, 4.0, 25.0)
 
     # -- dense.down
     def dense_down_block(i, g):
@@ -958,7 +960,7 @@ def dense(m, layer, index, g):
     g = stream(m, g, range(8), dense_down_block)
     all_reduce(m, m.down_y, 7168)
     # -- dense.add
-    m.running[...] = (m.running[...].astype(f32) + round_bf16(m.down_y[...])).astype(bf16)
+    m.running[...] = m.running[...].astype(f32) + m.down_y[...]
     return g
 
 def moe(m, layer, index, g):
@@ -968,7 +970,7 @@ def moe(m, layer, index, g):
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
     # -- moe.norm
     w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
-    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     # -- moe.router
     m.router_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
     g = next_chunk(m, g)  # latent_down 0
@@ -1006,9 +1008,9 @@ def moe(m, layer, index, g):
 
     g = stream(m, g, range(3), moe_shared_gate_up_block)
     # -- moe.shared_act
-    gate = round_bf16(m.shared_gate_up_y[:, 0:192])
-    up = round_bf16(m.shared_gate_up_y[:, 192:384])
-    m.shared_act[...] = situ(gate, up, 4.0, 25.0).astype(bf16)
+    gate = m.shared_gate_up_y[:, 0:192]
+    up = m.shared_gate_up_y[:, 192:384]
+    m.shared_act[...] = situ(gate, up, 4.0, 25.0)
 
     # -- moe.shared_down
     def moe_shared_down_block(i, g):
@@ -1018,11 +1020,12 @@ def moe(m, layer, index, g):
 
     g = stream(m, g, range(2), moe_shared_down_block)
     # -- moe.latent_in
-    all_gather(m, round_bf16(m.latent_down_y[...]), m.latent_in_whole, 112)
+    all_gather(m, m.latent_down_y[...], m.latent_in_whole, 112)
     # -- moe.experts
     m.routed[...] = jnp.zeros_like(m.routed)
-    block_diagonal(m.expert_x, m.latent_in_whole[...].astype(bf16))
-    take_rest(m)
+    block_diagonal(m.expert_x, m.latent_in_whole[...])
+    first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
+    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, i), None)
 
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
@@ -1036,7 +1039,7 @@ def moe(m, layer, index, g):
     tape_copy(m, g).wait()  # latent_norm 0, latent_up 32
     # -- moe.latent_norm
     w = bitcast(tape_rows(m, g, 0, 32), f32)
-    m.routed_norm[...] = rms_norm(round_bf16(m.routed[...]), w, 1e-05).astype(bf16)
+    m.routed_norm[...] = rms_norm(m.routed[...], w, 1e-05)
     # -- moe.latent_up
     m.latent_up_y[...] = dot_t(m.routed_norm[...], columns(m, g, 32, 3584, 224))
     tape_copy(m, g + RING_DEPTH).start()
@@ -1045,9 +1048,9 @@ def moe(m, layer, index, g):
     all_gather(m, m.latent_up_y[...], m.routed_out_whole, 224)
     all_reduce(m, m.shared_down_y, 7168)
     # -- moe.sum
-    m.out[...] = (m.routed_out_whole[...] + m.shared_down_y[...]).astype(bf16)
+    m.out[...] = m.routed_out_whole[...] + m.shared_down_y[...]
     # -- moe.add
-    m.running[...] = (m.running[...].astype(f32) + m.out[...].astype(f32)).astype(bf16)
+    m.running[...] = m.running[...].astype(f32) + m.out[...]
     return g
 
 def end(m, g):
@@ -1057,7 +1060,7 @@ def end(m, g):
     block_mixture(m, m.mix, g, 0, 8, 1e-05)
     # -- end.norm
     w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
-    m.h[...] = rms_norm(m.mix[...].astype(f32), w, 1e-05).astype(bf16)
+    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- head
@@ -1069,8 +1072,8 @@ def end(m, g):
         w = panels(m, g, 0, 1024, 1024)
         m.logits[:, lanes(n * 1024, 1024)] += dot(x, w)
 
-    g = stream(m, g, range(20), head_block)
-    g = stream(m, g, range(20, 35), head_block, refill=False)
+    g = stream(m, g, range(21), head_block)
+    g = stream(m, g, range(21, 35), head_block, refill=False)
     # -- greedy
     first = lax.axis_index("tp") * 5120
     top, token = greedy_local(m.logits[:, :5120], first, jnp.clip(163840 - first, 0, 5120))
@@ -1132,10 +1135,10 @@ def places(rows):
         "embed_words": vmem((28, rows, 128), u32),  # embedding rows, two features a word
         "embed_sem": dma,  # embedding rows
         "embedded": vmem((8, 7168), f32),  # embed
-        "running": vmem((8, 7168), bf16),  # the residual stream
-        "snapshots": vmem((8, 8, 7168), bf16),  # snapshots of the residual stream
-        "mix": vmem((8, 7168), bf16),  # block mixture
-        "h": vmem((8, 7168), bf16),  # rms norm
+        "running": vmem((8, 7168), f32),  # the residual stream
+        "snapshots": vmem((8, 8, 7168), f32),  # snapshots of the residual stream
+        "mix": vmem((8, 7168), f32),  # block mixture
+        "h": vmem((8, 7168), f32),  # rms norm
         "f_a_y": vmem((8, 128), f32),  # f_a, not rounded
         "f_b_y": vmem((8, 384), f32),  # z, not rounded
         "b_y": vmem((8, 16), f32),  # b, not rounded
@@ -1143,43 +1146,43 @@ def places(rows):
         "window": vmem((3, 8, 1152), f32),  # the window of this layer
         "window_in": dma,  # window in
         "window_out": dma,  # window out
-        "conv": vmem((8, 1152), bf16),  # q_conv | k_conv | v_conv
+        "conv": vmem((8, 1152), f32),  # q_conv | k_conv | v_conv
         "matrix": vmem((rows, 3, 128, 128), f32),  # the recurrent matrices of this layer
         "matrix_inputs": vmem((8, 1920), f32),  # q | k | decay | v | beta, each head after head
         "matrix_in": dma((rows,)),  # a row's matrices in
         "matrix_out": dma((rows,)),  # a row's matrices out
-        "delta": vmem((8, 384), bf16),  # delta rule
+        "delta": vmem((8, 384), f32),  # delta rule
         "matrix_outputs": vmem((8, 384), f32),  # output of the delta rule, not rounded
-        "gated": vmem((8, 384), bf16),  # gated norm
+        "gated": vmem((8, 384), f32),  # gated norm
         "o_y": vmem((8, 7168), f32),  # out, not rounded
         "q_a_y": vmem((8, 48), f32),  # q_a, not rounded
         "kv_a_y": vmem((8, 32), f32),  # kv_a, not rounded
         "g_y": vmem((8, 384), f32),  # g, not rounded
         "kv_a_whole": vmem((8, 576), f32),  # kv_a of all ranks
         "q_a_whole": vmem((8, 1536), f32),  # q_a of all ranks
-        "q_latent": vmem((8, 1536), bf16),  # rms norm
-        "latent": vmem((8, 512), bf16),  # rms norm
+        "q_latent": vmem((8, 1536), f32),  # rms norm
+        "latent": vmem((8, 512), f32),  # rms norm
         "q_b_y": vmem((8, 576), f32),  # q, not rounded
         "cache_tiles": vmem((8, 5, 128, 128), u32),  # tiles of the cache, one a slot
         "cache_token": vmem((5, 8, 128), u32),  # the new token of each row
         "cache_word": vmem((rows, 5, 1, 128), u32),  # its words, to be written back
-        "cache_queries": vmem((8, 8, 640), bf16),  # queries
+        "cache_queries": vmem((8, 8, 640), f32),  # queries
         "cache_mixed": vmem((8, 8, 512), f32),  # weighed values
         "cache_tile_sem": dma((8,)),  # one a tile slot
         "cache_word_sem": dma((rows,)),  # new words out
         "kv_items": smem((131,), i32),  # row << 16 | tile of every tile to be read
         "kv_count": smem((1,), i32),  # how many
-        "attended": vmem((8, 384), bf16),  # mla attention
-        "mla_gated": vmem((8, 384), bf16),  # sigmoid gate
+        "attended": vmem((8, 384), f32),  # mla attention
+        "mla_gated": vmem((8, 384), f32),  # sigmoid gate
         "gate_up_y": vmem((8, 2176), f32),  # gate | up, not rounded
-        "act": vmem((8, 1056), bf16),  # gated activation
+        "act": vmem((8, 1056), f32),  # gated activation
         "down_y": vmem((8, 7168), f32),  # out, not rounded
         "router_y": vmem((8, 32), f32),  # router_logits, not rounded
         "latent_down_y": vmem((8, 112), f32),  # latent_in, not rounded
         "router_logits_whole": vmem((8, 896), f32),  # router_logits of all ranks
         "route": vmem((8, 896), f32),  # route
         "shared_gate_up_y": vmem((8, 384), f32),  # shared_gate | shared_up, not rounded
-        "shared_act": vmem((8, 192), bf16),  # gated activation
+        "shared_act": vmem((8, 192), f32),  # gated activation
         "shared_down_y": vmem((8, 7168), f32),  # shared_out, not rounded
         "latent_in_whole": vmem((8, 3584), f32),  # latent_in of all ranks
         "expert_slot": vmem((4, 8568, 128), u32),  # experts, one a slot
@@ -1188,15 +1191,15 @@ def places(rows):
         "expert_count": smem((1,), i32),  # how many
         "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
         "expert_gate_up": vmem((8, 1536), f32),  # gate | up of one expert
-        "expert_x": vmem((14, 64, 256), bf16),  # left operand, block-diagonal
-        "expert_h": vmem((3, 64, 256), bf16),  # left operand, block-diagonal
+        "expert_x": vmem((14, 128, 256), bf16),  # left operand, block-diagonal
+        "expert_h": vmem((3, 128, 256), bf16),  # left operand, block-diagonal
         "routed": vmem((8, 3584), f32),  # routed experts
-        "routed_norm": vmem((8, 3584), bf16),  # rms norm
+        "routed_norm": vmem((8, 3584), f32),  # rms norm
         "latent_up_y": vmem((8, 224), f32),  # routed_out, not rounded
         "routed_out_whole": vmem((8, 7168), f32),  # routed_out of all ranks
-        "out": vmem((8, 7168), bf16),  # add
-        "ring": vmem((15, 4096, 128), u32),  # chunks of the tape, one a slot
-        "ring_sem": dma((15,)),  # one a ring slot
+        "out": vmem((8, 7168), f32),  # add
+        "ring": vmem((14, 4096, 128), u32),  # chunks of the tape, one a slot
+        "ring_sem": dma((14,)),  # one a ring slot
         "position_column": vmem((8, 1), i32),  # positions as a column; padding rows are inactive
         "inbox": vmem((2, 10, rows, 7168), u32),  # by half, member; peers write here
         "gather": vmem((2, 32, rows, 256), u32),  # by half, rank; peers write here

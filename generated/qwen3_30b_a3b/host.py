@@ -53,13 +53,11 @@ WEIGHTS = {  # u32 shape on one rank
     "experts": (1536, 9216, 128),
     "embedding": (151936, 128),
 }
-# which axis of a state counts decode rows
-STATE_ROW_AXIS = {"attention_cache": 1}
+STATE_ROW_AXIS = {"attention_cache": 1}  # counts decode rows
 
 # ---- tables --------------------------------------------------------------------------------------
 
-# in the order of the kernel's switches
-KINDS = {"mixer": ["attention"], "ffn": ["moe"]}
+KINDS = {"mixer": ["attention"], "ffn": ["moe"]}  # in the order of the switches
 SCHEDULE = {  # the sub-layer of each layer
     "mixer": 48 * ["attention"],
     "ffn": 48 * ["moe"],

@@ -28,10 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 f32, bf16, i32, u32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
 bitcast, async_copy = pltpu.bitcast, pltpu.make_async_copy
 
-LANES = 128
-ROWS_PADDED = 8
-LAYERS = 48
-RING_DEPTH = 18
+LANES, ROWS_PADDED = 128, 8
+LAYERS, RING_DEPTH = 48, 18
 EMBED_WORDS = 8  # u32 rows of one token's embedding
 VOCAB_RUN = 18992  # tokens of the vocabulary on one rank
 FACTS = 4  # words a layer in the table m.facts:
@@ -129,8 +127,7 @@ def greedy_local(logits, first, valid):
     best = (logits == top) & (column < valid)
     no_token = 2**31 - 1  # of a rank without valid columns: loses every tie
     token = jnp.min(jnp.where(best, first + column, no_token), axis=1, keepdims=True)
-    wide = (ROWS_PADDED, LANES)
-    return jnp.broadcast_to(top, wide), jnp.broadcast_to(token, wide)
+    return tuple(jnp.broadcast_to(x, (ROWS_PADDED, LANES)) for x in (top, token))
 
 # ---- the tape ------------------------------------------------------------------------------------
 
@@ -269,8 +266,8 @@ def open_exchanges(m):
 # ---- attention over a positional cache -----------------------------------------------------------
 #
 # A cache is u32 [layers, rows, blocks, context / 2, 128]: a word holds tokens 2 i (low half) and
-# 2 i + 1 (high) of one feature, a block is 128 features. All (row, tile) pairs of active rows form
-# one list of items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
+# 2 i + 1 (high) of a feature, a block is 128 features. All (row, tile) pairs form one list of
+# items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
 
 KV_TILE = 256  # tokens
 KV_SLOTS = 8  # tiles in VMEM: half computed on, half on their way
@@ -499,11 +496,6 @@ def take_expert(m, i):
     m.expert_ids[i] = lowest.astype(i32)
     m.wanted[...] = jnp.where(wanted == lowest, float(wanted.shape[1]), wanted)
 
-def take_rest(m):
-    """Completes the list, while the first experts are on their way."""
-    count = m.expert_count[0]
-    lax.fori_loop(jnp.minimum(count, EXPERT_SLOTS), count, lambda i, _: take_expert(m, i), None)
-
 def panel_part(m, slot, at, panel, panel_rows, skip, rows):
     """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
     start = at + panel * panel_rows + skip
@@ -704,7 +696,8 @@ def moe(m, layer, index, g):
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
     m.routed[...] = jnp.zeros_like(m.routed)
     m.expert_x[...] = m.h[...]
-    take_rest(m)
+    first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
+    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, i), None)
 
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
