@@ -41,7 +41,7 @@ PLAN = {
     "layout_hash": "88a5a077f609c534",  # of the packed weights that this module reads
     "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
     "ring_depth": 14,
-    "padding_fraction": 0.005763,  # of the bytes streamed in a step, at 1 rows
+    "padding_fraction": 0.005763,  # beyond the true bytes of a step, at 1 rows
     "vmem_bytes": {1: 56995840, 8: 62963200},  # by rows
     "bytes_per_core": {1: 49053581312, 8: 50029346816},  # in HBM, by rows
 }

@@ -41,7 +41,7 @@ PLAN = {
     "layout_hash": "a9c6ab20263996a2",  # of the packed weights that this module reads
     "tape_rows": 695816,  # u32 rows of 512 bytes on a rank
     "ring_depth": 18,
-    "padding_fraction": 0.001511,  # of the bytes streamed in a step, at 1 rows
+    "padding_fraction": 0.001511,  # beyond the true bytes of a step, at 1 rows
     "vmem_bytes": {1: 58832384, 8: 59556352},  # by rows
     "bytes_per_core": {1: 7782469632, 8: 8487112704},  # in HBM, by rows
 }
