@@ -757,7 +757,7 @@ def begin(m, g):
     m.running[...] = m.embedded[...]
     return g
 
-def kda(m, layer, index, g):
+def kda_mixer(m, layer, index, g):
     """Kimi Delta Attention: short convolution, delta rule with a decay per key channel, norm."""
     window_read(m, index).start()
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
@@ -840,7 +840,7 @@ def kda(m, layer, index, g):
     each_active_row(m, lambda row: matrix_write(m, index, row).wait())
     return g
 
-def mla(m, layer, index, g):
+def mla_mixer(m, layer, index, g):
     """Multi-head latent attention; the cache holds the normed latent and the shared key."""
 
     def first_cache_tile_copy(i, _):
@@ -928,7 +928,7 @@ def mla(m, layer, index, g):
     each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
     return g
 
-def dense(m, layer, index, g):
+def dense_ffn(m, layer, index, g):
     """Gated MLP."""
     tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56
     # -- ffn_mixture
@@ -963,7 +963,7 @@ def dense(m, layer, index, g):
     m.running[...] = m.running[...].astype(f32) + m.down_y[...]
     return g
 
-def moe(m, layer, index, g):
+def moe_ffn(m, layer, index, g):
     """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
     tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56, router 88
     # -- ffn_mixture
@@ -1084,10 +1084,10 @@ def end(m, g):
 def decode_layer(m, layer, g):
     """One layer: its mixer, then its ffn, as the table says."""
     index = m.facts[layer * FACTS + MIXER_INDEX]
-    kinds = [functools.partial(kind, m, layer, index) for kind in (kda, mla)]
+    kinds = [functools.partial(kind, m, layer, index) for kind in (kda_mixer, mla_mixer)]
     g = lax.switch(m.facts[layer * FACTS + MIXER], kinds, g)
     index = m.facts[layer * FACTS + FFN_INDEX]
-    kinds = [functools.partial(kind, m, layer, index) for kind in (dense, moe)]
+    kinds = [functools.partial(kind, m, layer, index) for kind in (dense_ffn, moe_ffn)]
     g = lax.switch(m.facts[layer * FACTS + FFN], kinds, g)
     return g
 

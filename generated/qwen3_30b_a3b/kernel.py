@@ -589,7 +589,7 @@ def begin(m, g):
     m.running[...] = m.embedded[...].astype(bf16)
     return g
 
-def attention(m, layer, index, g):
+def attention_mixer(m, layer, index, g):
     """Grouped-query attention with a positional cache."""
 
     def first_cache_tile_copy(i, _):
@@ -667,7 +667,7 @@ def attention(m, layer, index, g):
     each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
     return g
 
-def moe(m, layer, index, g):
+def moe_ffn(m, layer, index, g):
     """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
     tape_copy(m, g).wait()  # ffn.norm 0, router 8
     # -- moe.norm
@@ -741,9 +741,9 @@ def end(m, g):
 def decode_layer(m, layer, g):
     """One layer: its mixer, then its ffn, as the table says."""
     index = m.facts[layer * FACTS + MIXER_INDEX]
-    g = attention(m, layer, index, g)
+    g = attention_mixer(m, layer, index, g)
     index = m.facts[layer * FACTS + FFN_INDEX]
-    g = moe(m, layer, index, g)
+    g = moe_ffn(m, layer, index, g)
     return g
 
 def decode_kernel(m):

@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mkgen.emit.printer import Printer
-from mkgen.plan.plan import Plan
+from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Buffer, Step, walk
 
 SPACES = {"smem": "pltpu.SMEM", "any": "pl.ANY"}
@@ -44,6 +44,11 @@ def libraries(plan: Plan) -> list[str]:
     return [name for name, needs in wanted if kinds & needs]
 
 
+def function(r: Region) -> str:
+    """The name of a sub-layer's function: with its role, so that no kind's name meets a helper's."""
+    return f"{r.name}_{r.role}" if r.role in ("mixer", "ffn") else r.name
+
+
 def rounding(plan: Plan) -> dict:
     """What templates write where a value is rounded: nothing if activations stay float32, and products split them."""
     split = plan.spec.build.activations == "f32"
@@ -74,7 +79,8 @@ def render_kernel(plan: Plan) -> str:
                if plan.experts else []),
              ("embedding", SPACES["any"], f"u32 [{plan.embed_rows}, 128]")]
     missing = [any(run[i] is None for run in plan.graph.layers) for i in (0, 1)]
-    kinds = [list(plan.graph.mixers) + ["no_sublayer"] * missing[0], list(plan.graph.ffns) + ["no_sublayer"] * missing[1]]
+    functions = {r.name: function(r) for r in regions}
+    kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
     kv = spec.model.mixers.values()
     attention = {type(a).__name__.lower() for a in kv} | {"rope" for a in kv if getattr(a, "rope", None)}
     attention |= {"qk_norm" for a in kv if getattr(a, "qk_norm", None)}
@@ -82,7 +88,7 @@ def render_kernel(plan: Plan) -> str:
     acts = {f.activation.kind for f in spec.model.ffns.values()}
     env.globals.update(rounding(plan))
     text = env.get_template("kernel.py.j2").render(
-        plan=plan, printer=Printer(env, plan), regions=regions, transfers=used, libs=libraries(plan), attention=attention,
+        plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan), attention=attention,
         heads=heads, kv_batch=max(1, spec.build.kv_slots // 2), activations=acts, expert_activation=expert_activation(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
         has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1], none_kinds=any(missing),

@@ -64,7 +64,7 @@ def logits(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.
                 continue
             want, spread = step.logits[row], np.ptp(step.logits[row])
             worst, counted = max(worst, errors(plan, scenario, trace, i)[row]), counted + 1
-            first, second = np.sort(want)[[-1, -2]]
+            first, second = np.sort(np.append(want, -np.inf))[[-1, -2]]
             if tokens[0, row] != np.argmax(want) and first - second > LOGITS * spread:
                 wrong.append(f"step {n} row {row}: token {tokens[0, row]}, not {np.argmax(want)}")
     note = f"{left} excused: a router gap below {GAP_NOISE} went the other way" if left else ""

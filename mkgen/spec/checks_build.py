@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mkgen.errors import did_you_mean
 from mkgen.spec.bad import BAD
 from mkgen.spec.checks_roles import is_unsure, known_tensors
-from mkgen.spec.model import Gqa, Mlp, Moe
+from mkgen.spec.model import Gqa, Kda, Mla, Mlp, Moe
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
@@ -222,6 +222,24 @@ def replicate(c: Checker) -> None:
     for i, family in enumerate(c.build.replicate):
         if family is not BAD:
             c.run(_family, ("build", "replicate", str(i)), family, families, [])
+            c.run(_gathered, ("build", "replicate", str(i)), family)
+
+
+GATHERED = {Kda: ("f_a",), Mla: ("q_a", "kv_a"), Moe: ("router", "latent_down", "latent_up")}
+
+
+def _gathered(c: Checker, path: tuple[str, ...], family: str) -> None:
+    """Only a product that is gathered anyway may be made whole on every rank instead."""
+    kinds = {**c.model.mixers, **c.model.ffns}
+    able = [f"{name}.{part}" for name, kind in kinds.items() for part in GATHERED.get(type(kind), ())]
+    known = _families(c)
+    if family in known and known[family] in ("model", "layer") and family not in able:
+        c.say(
+            path,
+            f"{family} cannot be kept whole on every rank",
+            "its product is split by heads, columns or rows, and what follows works on the rank's share",
+            f"choose among {', '.join(able)}" if able else "leave it out: no family of this model can be",
+        )
 
 
 def _families(c: Checker) -> dict[str, str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "situ")
 SCORES = ("softmax", "sigmoid")
 RESIDUALS = ("add", "block_softmax")
-RESERVED = ("mixer", "ffn", "residual", "embed", "head", "norm", "experts")
+RESERVED = ("begin", "end", "mixer", "ffn", "residual", "embed", "head", "norm", "experts")
 TOLERANCE = 1e-3  # of the published parameter count: it is often rounded
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -181,7 +181,8 @@ class MlaAttention(Op):
     def lower(self, b):
         heads, blocks = b.place(self.q).width // (self.nope_dim + self.rope_dim), -(-(self.kv_rank + self.rope_dim) // 128)
         name = open_cache(b, self, heads, blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), self.nope_dim + self.rope_dim)
-        k_up, _ = b.block(self.k_up.name, (self.k_up,))
+        k_up, stored = b.block(self.k_up.name, (self.k_up,))
+        k_up += "" if stored.k_padded == self.kv_rank else f"[:{self.kv_rank}]"
         b.step(self, "attention", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"), latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32"),
                k_up=k_up, heads=heads, nope_dim=self.nope_dim)
         b.close()
