@@ -65,14 +65,15 @@ def round_bf16(x):
 
 def line(w, n):
     """Rows of 128 lanes -> one lane vector [1, n]."""
-    return jnp.concatenate([w[j : j + 1] for j in range(-(-n // LANES))], axis=1)[:, :n]
+    rows = -(-n // LANES)
+    return jnp.concatenate(jnp.split(w[:rows], rows), axis=1)[:, :n]
 
 def rms_norm(x, w, eps):
     """x * rsqrt(mean(x^2) + eps) * w; x [8, n] f32, w in rows of 128 lanes."""
     return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps) * line(w, x.shape[1])
 
 def heads_of(x, head_dim):
-    return [x[:, i : i + head_dim] for i in range(0, x.shape[1], head_dim)]
+    return jnp.split(x, list(range(head_dim, x.shape[1], head_dim)), axis=1)
 
 def norm_heads(x, w, eps):
     """RMS norm of each head; w [1, head_dim] serves them all."""
@@ -328,8 +329,7 @@ def put_queries(kv, queries):
 
 def put_token(kv, x):
     """The new token's features, f32 [8, blocks * 128]."""
-    blocks = [x[:, j : j + LANES] for j in range(0, x.shape[1], LANES)]
-    kv.token[...] = jnp.stack([bitcast(round_bf16(b), u32) for b in blocks])
+    kv.token[...] = jnp.stack([bitcast(round_bf16(b), u32) for b in heads_of(x, LANES)])
 
 def append_token(m, kv, i):
     """The new token into its tile, and its words into kv.word.
