@@ -192,8 +192,8 @@ class DecodeStep:
     logits       f32 [rows, ranks * share of the vocabulary], sharded over axis 1: `whole_logits`
 
     A row at position 0 starts from clean state. An inactive row reads no experts, writes no state,
-    and its results mean nothing. ValueError, before anything runs: a position beyond the context, a
-    wrong shape or dtype. Positions are checked on the host: those of a device are waited for."""
+    and its results mean nothing. ValueError, before anything runs: position or token out of range,
+    a wrong shape or dtype. Positions are checked on the host: those of a device are waited for."""
 
     def __init__(self, mesh, rows, interpret=False):
         self.mesh, self.rows, self.interpret = mesh, rows, interpret
@@ -221,7 +221,10 @@ class DecodeStep:
         check_arrays("state", state, self.state)
         check_array("tokens", tokens, (self.rows, 1), jnp.int32)
         check_array("positions", positions, (self.rows,), jnp.int32)
-        check_positions(np.asarray(positions))
+        positions = np.asarray(positions)
+        check_range("position", positions, -1, SPEC["context"] - 1)
+        if isinstance(tokens, np.ndarray):  # not those of the step before, which are in range
+            check_range("token", np.where(positions < 0, 0, tokens[:, 0]), 0, SPEC["vocab"] - 1)
         return self.jitted(weights, state, tokens, positions)
 
     def lower(self):
@@ -250,9 +253,8 @@ def check_array(what, x, shape, dtype):
         got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
         raise ValueError(f"{what}: {got}, not {np.dtype(dtype)}{list(shape)}")
 
-def check_positions(positions):
-    bad = (positions < -1) | (positions >= SPEC["context"])
+def check_range(what, values, first, last):
+    bad = (values < first) | (values > last)
     if bad.any():
-        row, last = int(bad.argmax()), SPEC["context"] - 1
-        at = f"row {row} is at position {positions[row]}"
-        raise ValueError(f"{at}; it must be 0 to {last} (the context's last), or -1: inactive")
+        row = int(bad.argmax())
+        raise ValueError(f"row {row} has {what} {values[row]}; it must be {first} to {last}")

@@ -69,7 +69,7 @@ def plan_experts(fmt: str, layers: int, experts: int, expert_parallel: int, tens
     local = width // tensor_parallel
     if k % unit:
         raise MkgenError(f"an expert's input width {k} is not a multiple of {unit}\n  why: {fmt} packs {unit} values of K together\n"
-                         f"  fix: use build.formats.experts: bf16" if fmt != "bf16" else f"an expert's input width {k} is not a multiple of {unit}")
+                         f"  fix: a width (hidden or latent) that is a multiple of {unit}")
     row = 0
     sections = []
     for depth, panels in ((k, 2 * round_up(local, LANES) // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):

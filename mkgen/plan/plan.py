@@ -96,11 +96,8 @@ class Plan:
         return {b.name: vmem_bytes(b, rows) for b in self.buffers.values() if b.space in ("vmem", "out")}
 
     def state_bytes(self, rows: int) -> int:
-        n = 0
-        for name in self.states.values():
-            b = self.buffers[name]
-            n += int(np.prod(b.dims(rows), dtype=np.int64)) * 4
-        return n
+        """Bytes of all states in HBM, whose two minor dimensions are padded to tiles as in VMEM."""
+        return sum(vmem_bytes(self.buffers[name], rows) for name in self.states.values())
 
     def bytes_per_core(self, rows: int) -> int:
         """HBM bytes that stay on a core: tape, experts, embedding, states."""

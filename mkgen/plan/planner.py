@@ -13,7 +13,16 @@ from mkgen.targets import Target
 
 
 def make_plan(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
-    """Lowers every sub-layer once, fixes the ring, adds what all of them share, and checks the budget of every row variant."""
+    """Lowers every sub-layer once, fixes the ring, adds what all of them share, and checks the budget of every row variant.
+
+    Raises `MkgenError` that begins with the spec's path: what does not fit, why, and what to change."""
+    try:
+        return planned(spec, graph, target)
+    except MkgenError as e:
+        raise MkgenError(str(e) if str(e).startswith(spec.path) else f"{spec.path}: {e}") from None
+
+
+def planned(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     mesh = Mesh(tuple(spec.build.mesh.items()))
     memory = Memory(graph, spec.build, mesh, target)
     end_chunks = count_end(graph, memory)

@@ -5,6 +5,7 @@ rows) and 'lanes' (K on lanes, columns down the rows), the second for widths tha
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mkgen.errors import MkgenError
@@ -63,7 +64,8 @@ class Matrix:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 def block_seconds(m: Matrix, target: Target) -> tuple[float, float]:
@@ -91,7 +93,7 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     # a part of K is read from the activations at a multiple of 128 lanes, and never beyond their width
     k_cuts = [k16] + [k // d for d in divisors(max(k // LANES, 1)) if d > 1 and k % (LANES * d) == 0]
     panels = round_up(n, LANES) // LANES
-    for extra in range(0, max(1, panels // 32) + 1):
+    for extra in range(0, min(max(1, panels // 32), 64) + 1):
         for wide in divisors(panels + extra):
             for block_k in k_cuts:
                 offer("panels", k16, (panels + extra) * LANES, block_k, wide * LANES)

@@ -23,6 +23,9 @@ class Weights:
 
     def take(self, entry_rows: int, name: str, block: int | None = None) -> int:
         """A place for `entry_rows` rows in the open chunk; opens one (and waits for it) where none is open or it is full."""
+        if entry_rows > self.memory.slot_rows:
+            raise MkgenError(f"{name}: its {entry_rows * 512} bytes do not fit into build.block_kib = {self.build.block_kib}\n"
+                             f"  why: it is read as a whole from one ring slot\n  fix: raise build.block_kib")
         if self.open is not None and sum(e.rows for e in self.open) + entry_rows > self.memory.slot_rows:
             self.close()
         if self.open is None:
@@ -48,6 +51,12 @@ class Weights:
             return count
         return max(0, min(count, self.end_chunks - self.memory.ring_depth - len(self.chunks)))
 
+    def together(self, *groups: tuple[Weight, ...]) -> None:
+        """The vectors of one step lie in one chunk: a new one is begun if the open one has no room for all of them."""
+        rows = sum(self.vector_of(*ws).rows for ws in groups)
+        if self.open is not None and sum(e.rows for e in self.open) + rows > self.memory.slot_rows:
+            self.close()
+
     def vector(self, *ws: Weight) -> str:
         """Source text [lane_rows, 128] float32 of one family, or of several side by side (line by line for taps)."""
         at, v = self.vector_at(*ws)
@@ -56,13 +65,17 @@ class Weights:
 
     def vector_at(self, *ws: Weight) -> tuple[int, Vector]:
         """The row of the open chunk where the families lie, and how."""
+        v = self.memory.vectors[self.vector_of(*ws).name] = self.vector_of(*ws)
+        self.memory.weights.update({w.name: w for w in ws})
+        return self.take(v.rows, v.name), v
+
+    def vector_of(self, *ws: Weight) -> Vector:
+        """How the families are stored, side by side."""
         name = ws[0].name if len(ws) == 1 else "+".join(w.name for w in ws)
         whole = self.ranks == 1 or all(w.split is None for w in ws)
         lines = ws[0].shape[0] if len(ws[0].shape) == 2 else 1
         width = sum(self.width(w, len(w.shape) - 1, whole) for w in ws)
-        v = self.memory.vectors[name] = Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
-        self.memory.weights.update({w.name: w for w in ws})
-        return self.take(v.rows, name), v
+        return Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
 
     def matrix(self, name: str, ws: tuple[Weight, ...], along: str) -> Matrix:
         whole = self.ranks == 1 or (along == "columns" and self.whole(ws)) or along == "whole"
@@ -130,5 +143,6 @@ class Weights:
                              self.build.tensor_parallel, op.x.width, op.width, op.y.width, names)
         self.memory.weights.update({w.name: w for w in op.weights()})
         if self.memory.experts.setdefault("image", image) != image:
-            raise ValueError(f"{op.name}: a model has one kind of routed experts")
+            raise MkgenError(f"{op.name}: a second kind of routed experts\n  why: one expert image holds the experts of all layers, of one shape\n"
+                             "  fix: give all moe layers one kind")
         return image

@@ -173,6 +173,13 @@ def _mla(c: Checker, a: Mla, path: tuple[str, ...]) -> None:
 
 def _kda(c: Checker, a: Kda, path: tuple[str, ...]) -> None:
     c.run(_no_offset, a.norm.offset, (*path, "norm", "offset"))
+    if a.conv < 2:
+        c.say(
+            (*path, "conv"),
+            f"conv is {a.conv}",
+            "the convolution keeps conv - 1 earlier inputs of each sequence",
+            "write 2 or more taps",
+        )
     if a.decay_floor >= 0:
         c.say(
             (*path, "decay_floor"),

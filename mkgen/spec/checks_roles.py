@@ -109,7 +109,8 @@ def patterns(c: Checker) -> None:
 def _pattern(c: Checker, role: str, pattern: str, tensor: Tensor) -> None:
     wanted = _FIELDS[tensor.per]
     try:
-        found = {name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None}
+        fields = [f for f in string.Formatter().parse(pattern) if f[1] is not None]
+        found = {name if not form and not conversion else "?" for _, name, form, conversion in fields}
     except ValueError:
         found = {"?"}
     if found != wanted:

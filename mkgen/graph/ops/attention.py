@@ -63,6 +63,7 @@ class QkNormRope(Op):
             env.put(y, v.reshape(env[x].shape))
 
     def lower(self, b):
+        b.together(*((w,) for w in self.weights()))
         norms = [None if w is None else b.vector(w) for w in (self.q_norm, self.k_norm)]
         b.step(self, "attention", "qk", q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), q_out=b.write(self.q_out),
                k_out=b.write(self.k_out), q_norm=norms[0], k_norm=norms[1], eps=self.eps, head_dim=self.head_dim, base=self.base,

@@ -144,6 +144,7 @@ class DeltaRule(Op):
         b.transfer(write, ("m", "index", "row"), f"m.{held}.at[row]", f"{matrix}.at[index, row]", f"m.{held}_out.at[row]", size,
                    "A row's recurrent matrices, out.", reads=(held,), writes=(matrix[2:],))
         b.start_early(read, "m", "index", "row", when=here, rows=True)
+        b.together((self.a,), (self.dt_bias,))
         o = b.write(self.o)
         rows = b.buffer(f"{held}_outputs", (8, heads * hd), "f32", "output of the delta rule, not rounded")
         b.step(self, "delta", "prepare", writes=(inputs, rows), q=b.read(self.q, "f32"), k=b.read(self.k, "f32"), v=b.read(self.v, "f32"), z=b.read(self.z, "f32"),
