@@ -272,6 +272,7 @@ def test_mistakes_of_the_caller(small, tmp_path, monkeypatch):
     for bad, message in (
         ((weights, state, tokens, np.array([0, 32], np.int32)), r"row 1 has position 32; it must be -1 to 31"),
         ((weights, state, tokens, np.array([-2, 0], np.int32)), "row 0 has position -2"),
+        ((weights, state, tokens + 10**6, positions), r"row 0 has token 1000000; it must be 0 to \d+"),
         ((weights, state, tokens[:, 0], positions), r"tokens: int32\[2\], not int32\[2, 1\]"),
         ((weights, state, tokens, positions.astype(np.int64)), r"positions: int64\[2\], not int32\[2\]"),
         ((weights, state, tokens, [0, 0]), r"positions: list, not int32\[2\]"),
