@@ -184,7 +184,7 @@ def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
         a,
         heads=ranks * min(a.heads // old_ranks, HEADS),
         q_rank=sharded(a.q_rank, old_ranks, ranks, RANK),
-        kv_rank=min(a.kv_rank, LATENT[0]),
+        kv_rank=min(a.kv_rank, LATENT[0] + a.kv_rank % 16),  # what is over a multiple of 16 stays
         nope_dim=min(a.nope_dim, HEAD),
         rope_dim=min(a.rope_dim, LATENT[1]),
         v_dim=min(a.v_dim, HEAD),
