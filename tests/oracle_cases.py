@@ -20,7 +20,7 @@ from mkgen.pack.wanted import names
 from mkgen.reference.evaluate import Decoder
 from mkgen.reference.params import TensorParams
 from mkgen.spec.load import load_spec
-from mkgen.spec.model import Build, Model, Run, Spec
+from mkgen.spec.model import Model, Run, Spec
 from mkgen.spec.roles import tensors
 from mkgen.spec.schedule import expand
 from mkgen.spec.validate import validate

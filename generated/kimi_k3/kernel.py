@@ -15,7 +15,6 @@ Values and sums are f32: a product takes two bf16 terms of a value, a positional
 from __future__ import annotations
 
 import functools
-import math
 from types import SimpleNamespace
 from typing import NamedTuple
 

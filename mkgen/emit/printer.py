@@ -4,7 +4,7 @@ from __future__ import annotations
 from jinja2 import Environment
 
 from mkgen.plan.plan import Plan, Region
-from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait, advances, walk
+from mkgen.plan.regions import Advance, Collective, Loop, Node, Seq, Start, Step, Wait, advances, walk
 
 INDENT = "    "
 ARRIVAL = Wait("tape_copy", ("m", "g"))

@@ -7,7 +7,7 @@ source text for weights on the tape, `buffer`, `state`, `semaphores` and `transf
 from __future__ import annotations
 
 from mkgen.graph.ir import Op, SubLayer, Value
-from mkgen.plan.memory import Memory, Place, ROWS_PADDED
+from mkgen.plan.memory import Memory, Place
 from mkgen.plan.nodes import Nodes
 from mkgen.plan.regions import Node, Seq, Step
 from mkgen.plan.tape import Chunk, Entry

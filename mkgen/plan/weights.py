@@ -4,7 +4,7 @@ from __future__ import annotations
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Weight
 from mkgen.plan.experts import ExpertImage, plan_experts
-from mkgen.plan.memory import Place, ROWS_PADDED, identifier
+from mkgen.plan.memory import Place, identifier
 from mkgen.plan.regions import Advance, Start, Wait
 from mkgen.plan.shard import local_units
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
