@@ -28,7 +28,7 @@ MESHES = {1: {"core": 1}, 4: {"chip": 2, "core": 2}}
 KIMI = {
     "hidden": 256, "vocab": 331, "layers": 5, "mixer": "kda*3 mla kda", "ffn": "dense moe*4",
     "residual": {"kind": "block_softmax", "block": 2, "eps": 1e-5},
-    "mixers": {"kda": {"heads": 8, "head_dim": 24, "decay_rank": 10},
+    "mixers": {"kda": {"heads": 8, "key_dim": 24, "value_dim": 24, "decay": {"rank": 10}},
                "mla": {"heads": 4, "q_rank": 41, "kv_rank": 36, "nope_dim": 20, "rope_dim": 6, "v_dim": 12}},
     "ffns": {"dense": {"width": 9},
              "moe": {"experts": 6, "top_k": 2, "width": 192, "shared_width": 70, "latent": 96}},

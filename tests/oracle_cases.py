@@ -50,8 +50,8 @@ def kimi_k3(model: Model, c: dict) -> Model:
     c = c["text_config"]
     kda, mla, dense, moe = model.mixers["kda"], model.mixers["mla"], model.ffns["dense"], model.ffns["moe"]
     linear, heads = c["linear_attn_config"], c["num_attention_heads"]
-    kda = replace(kda, heads=linear["num_heads"], head_dim=linear["head_dim"], decay_rank=linear["head_dim"],
-                  conv=linear["short_conv_kernel_size"])
+    kda = replace(kda, heads=linear["num_heads"], key_dim=linear["head_dim"], value_dim=linear["head_dim"],
+                  decay=replace(kda.decay, rank=linear["head_dim"]), conv=replace(kda.conv, taps=linear["short_conv_kernel_size"]))
     mla = replace(mla, heads=heads, q_rank=c["q_lora_rank"], kv_rank=c["kv_lora_rank"], nope_dim=c["qk_nope_head_dim"],
                   rope_dim=c["qk_rope_head_dim"], v_dim=c["v_head_dim"])
     dense, width = replace(dense, width=c["intermediate_size"]), c["moe_intermediate_size"]

@@ -41,8 +41,8 @@ def test_what_is_no_size_is_as_the_flagship_has_it(case):
                  "gate": c["mla_use_output_gate"], "floor": c["linear_attn_config"]["gate_lower_bound"],
                  "router": (c["moe_router_activation_func"], c["moe_renormalize"], c["routed_scaling_factor"]),
                  "eps": (c["rms_norm_eps"],) * 3}
-        ours |= {"act": (act.beta, act.linear_beta), "rope": mla.rope is not None, "gate": mla.output_gate,
-                 "floor": kda.decay_floor, "router": (moe.router.score, moe.router.renorm, moe.router.scale),
+        ours |= {"act": (act.beta, act.linear_beta), "rope": mla.rope is not None, "gate": mla.gate is not None,
+                 "floor": kda.decay.floor, "router": (moe.router.score, moe.router.renorm, moe.router.scale),
                  "eps": (kda.norm.eps, model.residual.eps, moe.latent_norm.eps)}
     else:
         attention = model.mixers["attention"]

@@ -11,7 +11,7 @@ import pytest
 from mkgen.errors import MkgenError, Problem, SpecErrors
 from mkgen.spec import params
 from mkgen.spec.load import load_spec
-from mkgen.spec.model import Gqa, Kda, Mla, Mlp, Moe, Run
+from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe, Run
 from mkgen.spec.roles import tensors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,10 +56,10 @@ def test_what_a_spec_becomes():
     spec = load_spec(KIMI)
     model, build = spec.model, spec.build
     kinds = [type(k) for k in (*model.mixers.values(), *model.ffns.values())]
-    assert kinds == [Kda, Mla, Mlp, Moe]
+    assert kinds == [Linear, Mla, Mlp, Moe]
     assert model.schedule[0] == Run("kda", "dense") and model.schedule[3] == Run("mla", "moe")
     assert [sum(run.mixer == m for run in model.schedule) for m in ("kda", "mla")] == [69, 24]
-    assert model.mixers["kda"].decay_floor == -5.0 and model.ffns["moe"].router.bias is True
+    assert model.mixers["kda"].decay.floor == -5.0 and model.ffns["moe"].router.bias is True
     assert (build.ranks, build.rows, build.mesh) == (32, (1, 8), {"host": 4, "chip": 4, "core": 2})
     assert build.kv_slots == 8, "a default"
     assert params.count(load_spec(QWEN).model) == 30_532_122_624, "the published total, exactly"
@@ -100,10 +100,10 @@ BAD_SPECS = [
     (QWEN, "      head_dim: 128\n", "", "missing key model.mixers.attention.head_dim", "    attention:"),
     (QWEN, "      kind: gqa", "      kind: gqq", "unknown kind 'gqq'"),
     (QWEN, "      kind: gqa\n", "", "model.mixers.attention has no kind", "    attention:"),
-    (QWEN, "      kind: moe", "      kind: kda", "unknown kind 'kda' in model.ffns.moe"),
-    (QWEN, "{kind: silu}", "{kind: selu}", "unknown activation 'selu'"),
+    (QWEN, "      kind: moe", "      kind: linear", "unknown kind 'linear' in model.ffns.moe"),
+    (QWEN, "{kind: silu}", "{kind: selu}", "unknown kind 'selu' in model.ffns.moe.activation"),
     (QWEN, "{kind: silu}", "{kind: silu, beta: 4.0}", "beta has no effect"),
-    (QWEN, "score: softmax", "score: softmin", "unknown router score 'softmin'"),
+    (QWEN, "score: softmax", "score: softmin", "unknown score 'softmin' in model.ffns.moe.router"),
     (QWEN, "  mixer: attention*48", "  mixer: attention*47", "covers 47 layers, the model has 48"),
     (QWEN, "  mixer: attention*48", "  mixer: attention*49", "covers 49 layers"),
     (QWEN, "  mixer: attention*48", "  mixer: atention*48", "names 'atention'"),
@@ -120,7 +120,7 @@ BAD_SPECS = [
     (QWEN, "      heads: 32", "      heads: 0", "heads is 0"),
     (QWEN, "      kv_heads: 4", "      kv_heads: 5", "32 heads cannot share 5 kv_heads"),
     (QWEN, "rope: {base: 1000000.0}", "rope: {base: 1000000.0, width: 130}", "cannot rotate 130"),
-    (QWEN, "qk_norm: {eps: 1.0e-6}", "qk_norm: {eps: 1.0e-6, offset: 1.0}", "offset 1 is not built yet"),
+    (QWEN, "qk_norm: {eps: 1.0e-6}", "qk_norm: {eps: 1.0e-6, offset: 1.0}", "qk_norm as it is written for attention is not built yet"),
     (QWEN, "      experts: 128", "      experts: 130", "130 experts cannot be split over expert_parallel: 4"),
     (QWEN, "      top_k: 8", "      top_k: 129", "top_k 129 is more than the 128"),
     (
@@ -176,8 +176,8 @@ BAD_SPECS = [
     (QWEN, "[moe.router]", "[moe.expert_up]", "moe.expert_up cannot be chosen by itself"),
     (QWEN, "[moe.router]", "[head]", "head cannot be kept whole on every rank"),
     (QWEN, "[moe.router]", "[attention.q]", "attention.q cannot be kept whole on every rank"),
-    (QWEN, "  context: 4096", "  context: 4096\n  activations: f16", "build.activations is f16"),
-    (KIMI, "      conv: 4", "      conv: 1", "conv is 1"),
+    (QWEN, "  context: 4096", "  context: 4096\n  activations: f16", "unknown activations 'f16' in build"),
+    (KIMI, "conv: {taps: 4}", "conv: {taps: 1}", "taps is 1"),
     (QWEN, "  rows: [1, 8]", "  rows: []", "build.rows is empty"),
     (QWEN, "  rows: [1, 8]", "  rows: [1, 9]", "build.rows has 9"),
     (QWEN, "  rows: [1, 8]", "  rows: [0]", "build.rows.0 is 0"),
@@ -194,13 +194,13 @@ BAD_SPECS = [
     (QWEN, "build:\n", "bild: {}\nbuild:\n", "unknown key bild", "bild:"),
     (QWEN, "  ffn: moe*48", "  ffn: [moe*48", "is not valid YAML", "  mixers:"),
     (KIMI, "block: 12, ", "", "block_softmax needs a block", "  residual: {"),
-    (KIMI, "block_softmax, block: 12", "block_softmix, block: 12", "unknown residual kind 'block_softmix'"),
-    (KIMI, "decay_floor: -5.0 ", "decay_floor: 5.0 ", "decay_floor is 5"),
+    (KIMI, "block_softmax, block: 12", "block_softmix, block: 12", "unknown kind 'block_softmix' in model.residual"),
+    (KIMI, "floor: -5.0}", "floor: 5.0}", "floor is 5"),
     (
         KIMI,
-        "      output_gate: true",
-        "      output_gate: true\n      rope: {}",
-        "rope on an mla is not built yet",
+        "      v_dim: 128",
+        "      v_dim: 128\n      rope: {}",
+        "rope as it is written for mla is not built yet",
     ),
     (KIMI, "      latent: 3584", "      latent: 3600", "whose input width is 3600", "  formats:"),
     (KIMI, "mixer: (kda*3 mla)*23 mla", "mixer: -*3 mla (kda*3 mla)*22 mla", "layer 0 opens a block"),
@@ -248,7 +248,7 @@ def test_all_mistakes_together_in_order_of_the_file(tmp_path):
         "unknown key model.hiden",
         "kv_heads is x",
         "top_k 200",
-        "router score",
+        "unknown score",
         "unknown chip",
         "context 4097",
     )

@@ -756,7 +756,7 @@ def begin(m, g):
     return g
 
 def kda_mixer(m, layer, index, g):
-    """Kimi Delta Attention: short convolution, delta rule with a decay per key channel, norm."""
+    """Linear recurrence: short convolution, delta rule with a decay per key channel, norm."""
     window_read(m, index).start()
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
     tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672

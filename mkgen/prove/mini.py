@@ -13,7 +13,7 @@ from mkgen.graph.build import build_graph
 from mkgen.plan.planner import make_plan
 from mkgen.plan.shard import round_up
 from mkgen.spec import schedule
-from mkgen.spec.model import Build, Gqa, Kda, Mla, Mlp, Model, Moe, Rope, Run, Spec
+from mkgen.spec.model import Build, Gqa, Linear, Mla, Mlp, Model, Moe, Rope, Run, Spec
 from mkgen.spec.schedule import Item, Name, Repeat
 from mkgen.spec.validate import validate
 from mkgen.spec.yaml_lines import Where
@@ -192,13 +192,14 @@ def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
     )
 
 
-def _kda(a: Kda, old_ranks: int, ranks: int) -> Kda:
-    return replace(
-        a,
-        heads=ranks * min(a.heads // old_ranks, HEADS),
-        head_dim=min(a.head_dim, HEAD),
-        decay_rank=min(a.decay_rank, HEAD),
-    )
+def _linear(a: Linear, old_ranks: int, ranks: int) -> Linear:
+    share = a.heads // (a.key_heads or a.heads)                     # heads that share a key head
+    key_heads = None if a.key_heads is None else ranks * min(a.key_heads // old_ranks, HEADS)
+    heads = ranks * min(a.heads // old_ranks, HEADS) if key_heads is None else key_heads * share
+    decay = replace(a.decay, rank=min(a.decay.rank, HEAD))
+    gate = a.gate and replace(a.gate, rank=min(a.gate.rank, HEAD))
+    return replace(a, heads=heads, key_heads=key_heads, key_dim=min(a.key_dim, HEAD), value_dim=min(a.value_dim, HEAD), decay=decay,
+                   gate=gate)
 
 
 def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
@@ -219,7 +220,7 @@ def _moe(f: Moe, old: Build, new: Build) -> Moe:
     )
 
 
-_MIXERS = {Gqa: _gqa, Mla: _mla, Kda: _kda}
+_MIXERS = {Gqa: _gqa, Mla: _mla, Linear: _linear}
 
 
 def _product(mesh: dict[str, int]) -> int:

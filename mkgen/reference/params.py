@@ -8,20 +8,25 @@ import numpy as np
 
 from mkgen.graph.ir import Weight
 from mkgen.graph.weights import assemble
+from mkgen.spec.checkpoint import parse
 
 
 class TensorParams:
-    """`tensors`: hub name -> array, any float dtype. `names`: role -> name pattern with {layer} and {expert}."""
+    """`tensors`: hub name -> array, any float dtype. `names`: role -> pattern of spec.checkpoint."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray], names: Mapping[str, str]):
         self.tensors, self.names = tensors, names
         self._weight = lru_cache(maxsize=4096)(self._assemble)
 
     def _assemble(self, weight: Weight, layer: int, expert: int | None) -> np.ndarray:
-        parts = [np.asarray(self.tensors[self.names[r].format(layer=layer, expert=expert)]).astype(np.float32) for r in weight.roles]
+        parts = [self._role(role, layer, expert) for role in weight.roles]
         if weight.assemble in ("vector", "exp"):
             parts = [p.reshape(-1)[:weight.elements] for p in parts]        # per-head vectors may be padded in a checkpoint
         return np.ascontiguousarray(assemble(weight.assemble, *parts), np.float32)
+
+    def _role(self, role: str, layer: int, expert: int | None) -> np.ndarray:
+        pattern = parse(self.names[role])
+        return pattern.take(np.asarray(self.tensors[pattern.format(layer, expert)]), expert).astype(np.float32)
 
     def weight(self, weight: Weight, layer: int) -> np.ndarray:
         return self._weight(weight, layer, None)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from mkgen.errors import did_you_mean
 from mkgen.spec.bad import BAD
+from mkgen.spec.formats import FORMATS
 from mkgen.spec.checks_roles import is_unsure, known_tensors
-from mkgen.spec.model import Gqa, Kda, Mla, Mlp, Moe
+from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
 
 FACTORS = ("host", "chip", "core")  # outermost first: the order of the ranks
-FORMATS = ("bf16", "mxfp4")
 GROUP = 32  # weights that share one scale in mxfp4
 MAX_ROWS = 8  # what one pass of the matrix unit takes for free
 TILE_ROWS = 16  # rows of a bf16 tile in memory
@@ -206,11 +206,11 @@ def formats(c: Checker) -> None:
                 "there is no packing of that name",
                 did_you_mean(fmt, FORMATS),
             )
-        elif fmt == "mxfp4" and family != "experts":
+        elif fmt != "bf16" and (family != "experts" or fmt != "mxfp4"):
             c.say(
                 path,
-                f"mxfp4 for {family} is not built yet",
-                "only routed experts can be stored in mxfp4",
+                f"{fmt} for {family} is not built yet",
+                "only routed experts can be stored in mxfp4, and everything else in bf16",
                 "write bf16",
             )
 
@@ -225,7 +225,7 @@ def replicate(c: Checker) -> None:
             c.run(_gathered, ("build", "replicate", str(i)), family)
 
 
-GATHERED = {Kda: ("f_a",), Mla: ("q_a", "kv_a"), Moe: ("router", "latent_down", "latent_up")}
+GATHERED = {Linear: ("f_a",), Mla: ("q_a", "kv_a"), Moe: ("router", "latent_down", "latent_up")}
 
 
 def _gathered(c: Checker, path: tuple[str, ...], family: str) -> None:
@@ -306,16 +306,6 @@ def tokens(c: Checker) -> None:
         )
 
 
-def activations(c: Checker) -> None:
-    if c.build.activations not in ("bf16", "f32"):
-        c.say(
-            ("build", "activations"),
-            f"build.activations is {c.build.activations}",
-            "values between ops are bf16, or float32 and taken apart into two bf16 terms for each product",
-            "write bf16 or f32",
-        )
-
-
 def context(c: Checker) -> None:
     tile = c.build.kv_tile
     if tile % TILE_ROWS:
@@ -365,4 +355,4 @@ def memory(c: Checker) -> None:
         )
 
 
-CHECKS = (mesh, parallel, heads, experts, formats, replicate, rows, tokens, activations, context, depths, memory)
+CHECKS = (mesh, parallel, heads, experts, formats, replicate, rows, tokens, context, depths, memory)

@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING
 from mkgen.errors import closest, did_you_mean
 from mkgen.spec import params, schedule
 from mkgen.spec.bad import BAD
-from mkgen.spec.model import Activation, Gqa, Kda, Mla, Moe, Residual, Rope
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
 
-ACTIVATIONS = ("silu", "situ")
-SCORES = ("softmax", "sigmoid")
-RESIDUALS = ("add", "block_softmax")
 RESERVED = ("begin", "end", "mixer", "ffn", "residual", "embed", "head", "norm", "experts")
 TOLERANCE = 1e-3  # of the published parameter count: it is often rounded
 
@@ -115,165 +111,6 @@ def layers(c: Checker) -> None:
             )
 
 
-def residual(c: Checker) -> None:
-    r: Residual = c.model.residual
-    path = ("model", "residual")
-    if r.kind not in RESIDUALS:
-        c.say(
-            (*path, "kind"),
-            f"unknown residual kind {r.kind!r}",
-            "there is no formula of that name",
-            did_you_mean(r.kind, RESIDUALS),
-        )
-    elif r.kind == "block_softmax":
-        if r.block == 0:
-            c.say(
-                (*path, "block") if c.where.has(*path, "block") else path,
-                "block_softmax needs a block of at least 1",
-                "a snapshot is taken every `block` layers",
-                "add `block:` with the number of layers",
-            )
-    elif r.block > 0:
-        c.say(
-            (*path, "block"),
-            f"block: {r.block} has no effect with kind: add",
-            "only block_softmax takes snapshots",
-            "delete it, or write `kind: block_softmax`",
-        )
-
-
-def mixers(c: Checker) -> None:
-    for name, kind in c.each("mixers"):
-        path = ("model", "mixers", name)
-        c.run(_MIXER_CHECKS[type(kind)], kind, path)
-
-
-def _gqa(c: Checker, a: Gqa, path: tuple[str, ...]) -> None:
-    c.run(_rope, a.rope, a.head_dim, "head_dim", path)
-    if a.qk_norm is not None:
-        c.run(_no_offset, a.qk_norm.offset, (*path, "qk_norm", "offset"))
-    if a.heads % a.kv_heads:
-        c.say(
-            (*path, "kv_heads"),
-            f"{a.heads} heads cannot share {a.kv_heads} kv_heads evenly",
-            "each key/value head serves the same number of query heads",
-            "make heads a multiple of kv_heads",
-        )
-
-
-def _mla(c: Checker, a: Mla, path: tuple[str, ...]) -> None:
-    if a.rope is not None:
-        c.say(
-            (*path, "rope"),
-            "rope on an mla is not built yet",
-            "the shared key would be cached without its rotation",
-            "leave it out if the model has no positional encoding here; otherwise it cannot be built",
-        )
-
-
-def _kda(c: Checker, a: Kda, path: tuple[str, ...]) -> None:
-    c.run(_no_offset, a.norm.offset, (*path, "norm", "offset"))
-    if a.conv < 2:
-        c.say(
-            (*path, "conv"),
-            f"conv is {a.conv}",
-            "the convolution keeps conv - 1 earlier inputs of each sequence",
-            "write 2 or more taps",
-        )
-    if a.decay_floor >= 0:
-        c.say(
-            (*path, "decay_floor"),
-            f"decay_floor is {a.decay_floor:g}",
-            "the log decay lies between it and 0; at 0 or above the state would never fade",
-            "write a number below 0, such as -5.0",
-        )
-
-
-def _no_offset(c: Checker, offset: float, path: tuple[str, ...]) -> None:
-    if offset != 0.0:
-        c.say(
-            path,
-            f"a per-head norm with offset {offset:g} is not built yet",
-            "per-head norms multiply with their weight alone",
-            "leave offset out",
-        )
-
-
-def _rope(c: Checker, rope: Rope | None, head_dim: int, name: str, path: tuple[str, ...]) -> None:
-    if rope is None:
-        return
-    width = head_dim if rope.width is None else rope.width
-    if width > head_dim or width % 2:
-        c.say(
-            (*path, "rope", "width"),
-            f"rope cannot rotate {width} features of a head of {head_dim}",
-            f"features are rotated in pairs, and there are {head_dim} ({name})",
-            f"make width an even number of at most {head_dim}",
-        )
-
-
-_MIXER_CHECKS = {Gqa: _gqa, Mla: _mla, Kda: _kda}
-
-
-def ffns(c: Checker) -> None:
-    for name, kind in c.each("ffns"):
-        path = ("model", "ffns", name)
-        c.run(_activation, kind.activation, (*path, "activation"))
-        if isinstance(kind, Moe):
-            c.run(_top_k, kind, path)
-            c.run(_latent_norm, kind, path)
-            c.run(_score, kind, path)
-
-
-def _activation(c: Checker, a: Activation, path: tuple[str, ...]) -> None:
-    if a.kind not in ACTIVATIONS:
-        c.say(
-            (*path, "kind"),
-            f"unknown activation {a.kind!r}",
-            "there is no formula of that name",
-            did_you_mean(a.kind, ACTIVATIONS),
-        )
-    elif a.kind == "silu":
-        for key in ("beta", "linear_beta"):
-            if c.where.has(*path, key):
-                c.say(
-                    (*path, key),
-                    f"{key} has no effect with kind: silu",
-                    "only situ has these constants",
-                    "delete it, or write `kind: situ`",
-                )
-
-
-def _top_k(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
-    if f.top_k > f.experts:
-        c.say(
-            (*path, "top_k"),
-            f"top_k {f.top_k} is more than the {f.experts} experts there are",
-            "a row takes each expert at most once",
-            f"make top_k at most {f.experts}",
-        )
-
-
-def _latent_norm(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
-    if f.latent_norm is not None and f.latent == 0:
-        c.say(
-            (*path, "latent_norm"),
-            "latent_norm without latent",
-            "it norms the sum of the experts in the latent width, and there is none",
-            "add `latent:` with that width, or delete latent_norm",
-        )
-
-
-def _score(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
-    if f.router.score not in SCORES:
-        c.say(
-            (*path, "router", "score"),
-            f"unknown router score {f.router.score!r}",
-            "there is no formula of that name",
-            did_you_mean(f.router.score, SCORES),
-        )
-
-
 def parameters(c: Checker) -> None:
     """The shapes add up to the published count."""
     published = c.model.parameters
@@ -289,4 +126,4 @@ def parameters(c: Checker) -> None:
         )
 
 
-CHECKS = (model_name, kind_names, columns, layers, residual, mixers, ffns)
+CHECKS = (model_name, kind_names, columns, layers)

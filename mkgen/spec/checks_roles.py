@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import string
 from typing import TYPE_CHECKING
 
 from mkgen.errors import closest, did_you_mean
-from mkgen.spec import schedule
+from mkgen.spec import checkpoint, schedule
 from mkgen.spec.bad import BAD
-from mkgen.spec.checks_model import RESIDUALS
 from mkgen.spec.roles import Tensor, kind_tensors, model_tensors
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ def known_tensors(c: Checker) -> tuple[dict[str, Tensor], set[str]]:
 
     if not c.run(add, model_tensors, c.model):
         unsure |= {"mixer", "ffn", "residual", "embed", "head", "norm"}
-    elif c.model.residual.kind not in RESIDUALS:
-        unsure.add("residual")
     for group in ("mixers", "ffns"):
         kinds = getattr(c.model, group)
         if kinds is BAD:
@@ -106,22 +102,22 @@ def patterns(c: Checker) -> None:
                 )
 
 
-def _pattern(c: Checker, role: str, pattern: str, tensor: Tensor) -> None:
-    wanted = _FIELDS[tensor.per]
+def _pattern(c: Checker, role: str, text: str, tensor: Tensor) -> None:
+    path, wanted = ("model", "checkpoint", role), _FIELDS[tensor.per]
     try:
-        fields = [f for f in string.Formatter().parse(pattern) if f[1] is not None]
-        found = {name if not form and not conversion else "?" for _, name, form, conversion in fields}
-    except ValueError:
-        found = {"?"}
-    if found != wanted:
+        found = checkpoint.parse(text).fields
+    except checkpoint.BadPattern as error:
+        c.say(path, f"the pattern of {role} is {text!r}", str(error), "write `name | cut | cut`, see docs/spec.md")
+        return
+    if found != wanted and not (tensor.per == "expert" and found == {"layer"}):
         words = " and ".join(f"{{{name}}}" for name in sorted(wanted, reverse=True)) or "no placeholder"
         c.say(
-            ("model", "checkpoint", role),
-            f"the pattern of {role} is {pattern!r}",
+            path,
+            f"the pattern of {role} is {text!r}",
             {
                 "model": "there is one such tensor in the model",
                 "layer": "there is one such tensor a layer",
-                "expert": "there is one such tensor for each expert of a layer",
+                "expert": "there is one such tensor for each expert of a layer, or one a layer for all experts",
             }[tensor.per],
             f"write a name with {words}",
         )

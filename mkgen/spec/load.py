@@ -9,12 +9,12 @@ from pathlib import Path
 from mkgen.errors import Problem, SpecErrors, did_you_mean
 from mkgen.spec import schedule
 from mkgen.spec.bad import BAD
-from mkgen.spec.model import Build, Gqa, Kda, Mla, Mlp, Model, Moe, Run, Spec
+from mkgen.spec.model import Build, Gqa, Linear, Mla, Mlp, Model, Moe, Run, Spec
 from mkgen.spec.typed import Reader
 from mkgen.spec.validate import validate
 from mkgen.spec.yaml_lines import Entry, Map, Node, Scalar, Where, parse_yaml, read_yaml
 
-MIXERS = {"gqa": Gqa, "mla": Mla, "kda": Kda}
+MIXERS = {"gqa": Gqa, "mla": Mla, "linear": Linear}
 FFNS = {"mlp": Mlp, "moe": Moe}
 SECTIONS = ("model", "build")
 

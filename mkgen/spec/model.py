@@ -6,105 +6,39 @@ Field names are those of the YAML. Widths are in elements, never in bytes. Nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+from mkgen.spec.ffns import Mlp, Moe, Router
+from mkgen.spec.mixers import Conv, Decay, Gqa, Linear, LinearGate, LinearNorm, Mla
+from mkgen.spec.parts import Activation, Gate, Norm, QkNorm, QueryTemperature, Rope, RopeScaling
 from mkgen.spec.yaml_lines import Where
 
-
-@dataclass(frozen=True)
-class Norm:
-    """RMS norm: x * rsqrt(mean(x^2) + eps) * (offset + w)."""
-    eps: float = 1e-6
-    offset: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding on the first `width` features of a head (all of them when None); half-split pairs."""
-    base: float = 10000.0
-    width: int | None = None
-
-
-@dataclass(frozen=True)
-class Activation:
-    """phi(g, u). silu: silu(g) u. situ: beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta)."""
-    kind: str = "silu"
-    beta: float = 4.0
-    linear_beta: float = 25.0
-
-
-@dataclass(frozen=True)
-class Gqa:
-    """Grouped-query attention with a positional cache."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: Rope | None = None
-    qk_norm: Norm | None = None
-    output_gate: bool = False                    # o * sigmoid(h W_g), one gate a channel
-
-
-@dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention; the cache holds the normed latent and the shared key (absorbed form)."""
-    heads: int
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int                                # of the key shared by all heads; rotated only with `rope`
-    v_dim: int
-    rank_eps: float = 1e-6
-    rope: Rope | None = None
-    output_gate: bool = False
-
-
-@dataclass(frozen=True)
-class Kda:
-    """Kimi Delta Attention (arXiv 2510.26692): a delta rule, a decay per key channel, a short convolution."""
-    heads: int
-    head_dim: int
-    conv: int                                    # taps of the causal depthwise convolution on q, k and v
-    decay_rank: int                              # h W_fa W_fb: width of the bottleneck of the decay
-    decay_floor: float                           # log decay = decay_floor * sigmoid(exp(A_log) (z + dt_bias))
-    qk_eps: float = 1e-6
-    norm: Norm = field(default_factory=Norm)     # per-head norm on the output, before the output gate
-
-
-@dataclass(frozen=True)
-class Mlp:
-    width: int
-    activation: Activation = field(default_factory=Activation)
-
-
-@dataclass(frozen=True)
-class Router:
-    """score -> (+ bias, for the selection only) -> top_k -> renorm -> scale. Ties go to the lowest id."""
-    score: str = "softmax"                       # softmax | sigmoid
-    bias: bool = False
-    renorm: bool = True
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Moe:
-    experts: int
-    top_k: int
-    width: int                                   # of one expert
-    router: Router = field(default_factory=Router)
-    activation: Activation = field(default_factory=Activation)
-    shared_width: int = 0                        # all shared experts together; 0: none
-    latent: int = 0                              # width of the experts' input and output; 0: the hidden width
-    latent_norm: Norm | None = None              # on the sum of the experts, before it leaves the latent
+__all__ = ["Activation", "Build", "Conv", "Decay", "Gate", "Gqa", "Linear", "LinearGate", "LinearNorm", "Mla", "Mlp", "Model",
+           "Moe", "Norm", "QkNorm", "QueryTemperature", "Residual", "Rope", "RopeScaling", "Router", "Run", "Spec"]
 
 
 @dataclass(frozen=True)
 class Residual:
-    """add: x + f(norm(x)).
+    """How a sub-layer f reads the stream x and writes it back; n and m are the norms in front of f and behind it.
 
+    add: x + multiplier m(f(n(x))). `norms` says which of n ('pre') and m ('post') there are.
+    parallel: x + mixer(n(x)) + ffn(n(x)), one norm for both.
+    alpha_beta: y = n(x); alpha y + beta f(y), the constants by name of the kind.
+    gated: alpha x + beta m(f(n(x))), a learned vector g a sub-layer: beta = sigmoid(g / temperature),
+        alpha = sqrt(max(1 - beta^2, 1e-3)).
     block_softmax: a learned mixture of snapshots, one every `block` layers, and the running sum.
     """
-    kind: str = "add"
+    kind: Literal["add", "parallel", "alpha_beta", "gated", "block_softmax"] = "add"
+    norms: tuple[str, ...] = ("pre",)            # add, gated: pre | post | both
+    post_norm: Norm | None = None                # the norm behind; None: as model.norm
+    ffn_post_norm: Norm | None = None            # that behind an ffn, where it is another; None: as post_norm
+    multiplier: float = 1.0                      # add, parallel
+    alpha: dict[str, float] = field(default_factory=dict)
+    beta: dict[str, float] = field(default_factory=dict)
+    temperature: float = 1.0                     # gated
     block: int = 0
-    eps: float = 1e-5
+    eps: float = 1e-5                            # block_softmax
+    dtype: Literal["bf16", "f32"] = "bf16"       # of the stream between sub-layers
 
 
 @dataclass(frozen=True)
@@ -122,14 +56,21 @@ class Model:
     layers: int
     mixer: str                                   # the run-length columns as written
     ffn: str
-    mixers: dict[str, Gqa | Mla | Kda]
+    mixers: dict[str, Gqa | Mla | Linear]
     ffns: dict[str, Mlp | Moe]
     schedule: tuple[Run, ...] = field(metadata={"derived": True})    # the columns expanded, one entry a layer
     norm: Norm = field(default_factory=Norm)
     residual: Residual = field(default_factory=Residual)
+    final_norm: Norm | None = None               # in front of the head; None: as `norm`
+    embed_scale: float = 1.0
+    embed_norm: Norm | None = None               # on the embedding, before the first layer
     tied_head: bool = False
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0                   # logits become softcap tanh(logits / softcap); 0: none
+    usable_vocab: int = 0                        # ids from here on are padding and never chosen; 0: all are usable
     parameters: int | None = None                # published total, checked when given
-    checkpoint: dict[str, str] = field(default_factory=dict)   # role -> tensor name with {layer}, {expert}
+    checkpoint: dict[str, str] = field(default_factory=dict)   # role -> name pattern and its cuts, see checkpoint.py
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -141,11 +82,12 @@ class Build:
     mesh: dict[str, int]                         # factor -> size, outermost first; rank = row-major index
     expert_parallel: int = 1
     tensor_parallel: int = 1                     # the inner factor; the product of both is the ranks
-    formats: dict[str, str] = field(default_factory=dict)      # family -> bf16 | mxfp4
+    formats: dict[str, str] = field(default_factory=dict)      # family, 'experts' or 'rest' -> format, see formats.py
     replicate: tuple[str, ...] = ()              # weight families kept whole on every rank
     block_kib: int = 2048                        # largest block of a streamed matrix = one ring slot
+    mla_cache: Literal["latent", "expanded"] = "latent"
     # schedule
-    activations: str = "bf16"                    # bf16 | f32: products then take two bf16 terms of each activation
+    activations: Literal["bf16", "f32"] = "bf16"     # f32: products then take two bf16 terms of each activation
     rows: tuple[int, ...] = (1,)
     tokens: int = 1
     context: int = 4096

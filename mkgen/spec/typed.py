@@ -10,7 +10,7 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mkgen.errors import Problem, closest, did_you_mean
 from mkgen.spec.bad import BAD
@@ -70,6 +70,8 @@ class Reader:
             return self.mapping(args[1], node, path)
         if origin is tuple:
             return self.sequence(args[0], node, path)
+        if origin is Literal:
+            return self.choice(args, node, path)
         return self.scalar(hint, node, path)
 
     def scalar(self, hint: type, node: Node, path: Path) -> Any:
@@ -90,6 +92,19 @@ class Reader:
             f"{dotted(path)} is {shown(node)}, not {noun}",
             "a value in quotes is a text" if quoted else f"this key takes {noun}",
             f"write {noun}, such as {example}",
+        )
+        return BAD
+
+    def choice(self, words: tuple[str, ...], node: Node, path: Path) -> Any:
+        """One of the words."""
+        word = self.scalar(str, node, path)
+        if word is BAD or word in words:
+            return word
+        self.say(
+            (node.file, node.line),
+            f"unknown {path[-1]} {word!r} in {dotted(path[:-1])}",
+            f"it is one of {', '.join(words)}",
+            did_you_mean(word, words),
         )
         return BAD
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mkgen.errors import MkgenError, Problem
-from mkgen.spec import checks_build, checks_model, checks_roles
+from mkgen.spec import checks_build, checks_ffns, checks_mixers, checks_model, checks_roles, checks_stream, checks_unbuilt
 from mkgen.spec.bad import BAD, Poison
 from mkgen.spec.model import Spec
 from mkgen.targets import Target, UnknownChip, load_target
@@ -54,8 +54,9 @@ def validate(spec: Spec, clean: bool = True) -> list[Problem]:
     problems: list[Problem] = []
     checker = Checker(spec, problems)
     checker.run(_find_target)
-    for check in checks_model.CHECKS + checks_build.CHECKS + checks_roles.CHECKS:
-        checker.run(check)
+    for module in (checks_model, checks_stream, checks_mixers, checks_ffns, checks_unbuilt, checks_build, checks_roles):
+        for check in module.CHECKS:
+            checker.run(check)
     if clean and not problems:
         checker.run(checks_model.parameters)
     return problems

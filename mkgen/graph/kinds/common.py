@@ -1,0 +1,22 @@
+"""What the kinds have in common: weights that are shared out by columns or by rows, and the projection back."""
+from __future__ import annotations
+
+from mkgen.graph.ir import Op, Value, Weight
+from mkgen.graph.ops.linear import Linear
+
+Made = tuple[list[Op], Value]
+
+
+def columns(name: str, k: int, n: int, units: int | None = None, assemble: str = "linear", role: str | None = None) -> Weight:
+    """A matrix [k, n] whose columns are shared out in `units` pieces."""
+    return Weight(name, (k, n), (role or name,), assemble, split=1, units=units or n)
+
+
+def rows(name: str, k: int, n: int, units: int | None = None) -> Weight:
+    """A matrix [k, n] whose rows are shared out in `units` pieces."""
+    return Weight(name, (k, n), (name,), "linear", split=0, units=units or k)
+
+
+def out(name: str, x: Value, hidden: int) -> Made:
+    y = Value(f"{name}.out", hidden)
+    return [Linear(f"{name}.o", x, (y,), (rows(f"{name}.o", x.width, hidden, x.units),), along="rows")], y

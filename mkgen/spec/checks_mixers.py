@@ -1,0 +1,102 @@
+"""Checks of the mixers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkgen.spec.model import Gqa, Linear, Mla, Rope
+
+if TYPE_CHECKING:
+    from mkgen.spec.validate import Checker
+
+
+def mixers(c: Checker) -> None:
+    for name, kind in c.each("mixers"):
+        c.run(_CHECKS[type(kind)], kind, ("model", "mixers", name))
+
+
+def _gqa(c: Checker, a: Gqa, path: tuple[str, ...]) -> None:
+    c.run(_rope, a.rope, a.head_dim, "head_dim", path)
+    if a.heads % a.kv_heads:
+        c.say(
+            (*path, "kv_heads"),
+            f"{a.heads} heads cannot share {a.kv_heads} kv_heads evenly",
+            "each key/value head serves the same number of query heads",
+            "make heads a multiple of kv_heads",
+        )
+    if a.window and a.chunk:
+        c.say((*path, "chunk"), "a window and a chunk", "each says alone which tokens are seen", "delete one of them")
+    for i, role in enumerate(a.bias):
+        if role not in ("q", "k", "v", "o"):
+            c.say(
+                (*path, "bias", str(i)),
+                f"there is no projection {role!r}",
+                "an attention has the projections q, k, v and o",
+                "list those that have a bias, as in `bias: [q, k, v]`",
+            )
+
+
+def _mla(c: Checker, a: Mla, path: tuple[str, ...]) -> None:
+    c.run(_rope, a.rope, a.rope_dim, "rope_dim", path)
+
+
+def _linear(c: Checker, a: Linear, path: tuple[str, ...]) -> None:
+    if a.heads % (a.key_heads or a.heads):
+        c.say(
+            (*path, "key_heads"),
+            f"{a.heads} heads cannot share {a.key_heads} key_heads evenly",
+            "each key head serves the same number of heads",
+            "make heads a multiple of key_heads",
+        )
+    if a.conv is not None and a.conv.taps < 2:
+        c.say(
+            (*path, "conv", "taps"),
+            f"taps is {a.conv.taps}",
+            "the convolution keeps taps - 1 earlier inputs of each sequence",
+            "write 2 or more taps",
+        )
+    if a.decay.kind == "floor" and a.decay.floor >= 0:
+        c.say(
+            (*path, "decay", "floor"),
+            f"floor is {a.decay.floor:g}",
+            "the log decay lies between it and 0; at 0 or above the state would never fade",
+            "write a number below 0, such as -5.0",
+        )
+    if a.write == "step" and (a.decay.kind != "softplus" or a.decay.per != "head"):
+        c.say(
+            (*path, "write"),
+            "write: step without a softplus decay a head",
+            "the step is what the decay multiplies: b = softplus(z + dt_bias), a = exp(-exp(A_log) b)",
+            "write `decay: {kind: softplus, per: head}`",
+        )
+    if a.norm is not None and a.norm.scope == "groups" and (a.heads * a.value_dim) % a.norm.groups:
+        c.say(
+            (*path, "norm", "groups"),
+            f"{a.heads * a.value_dim} channels cannot be cut into {a.norm.groups} groups",
+            "each group of channels is normed by itself",
+            "choose a divisor",
+        )
+
+
+def _rope(c: Checker, rope: Rope | None, head_dim: int, name: str, path: tuple[str, ...]) -> None:
+    if rope is None:
+        return
+    width = head_dim if rope.width is None else rope.width
+    if width > head_dim or width % 2:
+        c.say(
+            (*path, "rope", "width"),
+            f"rope cannot rotate {width} features of a head of {head_dim}",
+            f"features are rotated in pairs, and there are {head_dim} ({name})",
+            f"make width an even number of at most {head_dim}",
+        )
+    if rope.scaling is not None and rope.scaling.kind != "linear" and not rope.scaling.original_context:
+        c.say(
+            (*path, "rope", "scaling"),
+            f"{rope.scaling.kind} scaling without original_context",
+            "it stretches wavelengths by how they compare with the context of the training",
+            "add `original_context:`",
+        )
+
+
+_CHECKS = {Gqa: _gqa, Mla: _mla, Linear: _linear}
+CHECKS = (mixers,)

@@ -1,0 +1,86 @@
+"""What the spec can say and the planner cannot build yet: refused, never approximated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe, Norm
+
+if TYPE_CHECKING:
+    from mkgen.spec.validate import Checker
+
+
+def unbuilt(c: Checker) -> None:
+    """One line an axis; a line goes away when its axis is built."""
+    m = c.model
+    for name, kind in (*c.each("mixers"), *c.each("ffns")):
+        group = "mixers" if name in m.mixers else "ffns"
+        for key, wrong in _KINDS[type(kind)](kind).items():
+            if wrong:
+                _say(c, ("model", group, name, key), f"{key} as it is written for {name}")
+    r = m.residual
+    for key, wrong in {"kind": r.kind not in ("add", "block_softmax"), "norms": r.norms != ("pre",), "dtype": r.dtype != "bf16",
+                       "multiplier": r.multiplier != 1.0}.items():
+        if wrong:
+            _say(c, ("model", "residual", key), f"residual.{key}: {getattr(r, key)}")
+    for key, wrong in {"norm": _odd(m.norm), "final_norm": m.final_norm is not None, "embed_scale": m.embed_scale != 1.0,
+                       "embed_norm": m.embed_norm is not None, "head_bias": m.head_bias, "logit_scale": m.logit_scale != 1.0,
+                       "logit_softcap": m.logit_softcap != 0.0, "usable_vocab": m.usable_vocab > 0}.items():
+        if wrong:
+            _say(c, ("model", key), f"{key} as it is written")
+    if c.build.mla_cache != "latent":
+        _say(c, ("build", "mla_cache"), "an expanded MLA cache")
+
+
+def _say(c: Checker, path: tuple[str, ...], what: str) -> None:
+    c.say(path, f"{what} is not built yet", "there is no kernel for it", "wait for it, or leave it out if the model allows")
+
+
+def _odd(n: Norm | None) -> bool:
+    return n is not None and (n.kind, n.weight, n.bias) != ("rms", "after", False)
+
+
+def _gqa(a: Gqa) -> dict[str, bool]:
+    q = a.qk_norm
+    return {"value_dim": a.value_dim is not None, "scale": a.scale is not None,
+            "rope": a.rope is not None and (a.rope.layout != "half" or a.rope.scaling is not None),
+            "qk_norm": q is not None and (q.scope, q.offset, q.weight, q.after_rope) != ("head", 0.0, "after", False),
+            "query_temperature": a.query_temperature is not None, "window": a.window > 0, "chunk": a.chunk > 0,
+            "sinks": a.sinks, "softcap": a.softcap != 0, "value_scale": a.value_scale != 1, "output_norm": a.output_norm is not None,
+            "gate": a.gate is not None and (a.gate.act, a.gate.per) != ("sigmoid", "channel"), "bias": bool(a.bias)}
+
+
+def _mla(a: Mla) -> dict[str, bool]:
+    return {"q_rank": a.q_rank == 0, "scale": a.scale is not None, "rope": a.rope is not None,
+            "query_temperature": a.query_temperature is not None,
+            "gate": a.gate is not None and (a.gate.act, a.gate.per) != ("sigmoid", "channel")}
+
+
+def _linear(a: Linear) -> dict[str, bool]:
+    d, n, g = a.decay, a.norm, a.gate
+    return {"key_heads": a.key_heads not in (None, a.heads), "value_dim": a.value_dim != a.key_dim, "delta": not a.delta,
+            "decay": (d.kind, d.per) != ("floor", "channel") or d.rank == 0, "write": a.write != "sigmoid" or a.write_scale != 1,
+            "qk_l2": not a.qk_l2, "scale": a.scale is not None, "act": a.act, "conv": a.conv is None or a.conv.bias, "skip": a.skip,
+            "norm": n is None or n.scope != "head" or n.gate_first, "gate": g is None or g.act != "sigmoid" or g.rank > 0}
+
+
+def _mlp(f: Mlp) -> dict[str, bool]:
+    return {"gated": not f.gated, "activation": _unbuilt_activation(f)}
+
+
+def _moe(f: Moe) -> dict[str, bool]:
+    r = f.router
+    return {"gated": not f.gated, "activation": _unbuilt_activation(f), "bias": f.bias, "shared_gate": f.shared_gate,
+            "latent_input_norm": f.latent_input_norm is not None, "latent_norm": _odd(f.latent_norm),
+            "expert_norm": f.expert_norm is not None,
+            "router": r.score == "logits" or r.logit_scale != 1 or r.linear_bias or r.groups > 1 or r.after != "none"
+            or r.renorm_eps != 0 or r.scale_input}
+
+
+def _unbuilt_activation(f: Mlp | Moe) -> bool:
+    a = f.activation
+    return a.kind not in ("silu", "situ") or a.alpha != 1 or a.limit != 0 or a.up_offset != 0
+
+
+_KINDS = {Gqa: _gqa, Mla: _mla, Linear: _linear, Mlp: _mlp, Moe: _moe}
+CHECKS = (unbuilt,)
