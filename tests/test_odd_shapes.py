@@ -2,29 +2,10 @@
 unfortunate names. Each is run as it is, not as a mini, against the reference."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from mkgen.prove.verify import _run, verdict
-from mkgen.spec import roles, schedule
-from mkgen.spec.model import Build, Conv, Decay, Gate, Gqa, Linear, LinearGate, LinearNorm, Mla, Mlp, Model, Moe, Norm, Residual, Rope, Router, Run, Spec
-from mkgen.spec.validate import validate
-
-PER = {"model": "", "layer": ".{layer}", "expert": ".{layer}.{expert}"}
-
-
-def spec(ranks: int, mixers: dict, ffns: dict, mixer: str, ffn: str, hidden: int, residual=Residual(), **build) -> Spec:
-    runs = tuple(Run(*run) for run in zip(*(schedule.expand(schedule.parse(t)) for t in (mixer, ffn))))
-    model = Model(name="odd", hidden=hidden, vocab=301, layers=len(runs), mixer=mixer, ffn=ffn, mixers=mixers, ffns=ffns,
-                  schedule=runs, residual=residual)
-    model = replace(model, checkpoint={t.role: t.role + PER[t.per] for t in roles.tensors(model).values()})
-    small = dict(chip="tpu7x", mesh={"core": ranks}, expert_parallel=ranks, block_kib=96, rows=(3,), context=64, kv_tile=16,
-                 ring_depth=3, expert_slots=2, kv_slots=4)
-    made = Spec(model, Build(**(small | build)), "odd.yaml")
-    assert not validate(made), validate(made)
-    return made
-
+from mkgen.spec.model import Conv, Decay, Gate, Gqa, Linear, LinearGate, LinearNorm, Mla, Mlp, Moe, Norm, Residual, Rope, Router
+from small_specs import prove_kernel, spec
 
 CASES = {
     # a latent of 24 features meets its shared key inside a block, and is padded to 32 on the tape
@@ -45,5 +26,4 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_reference(name):
-    rungs = _run(CASES[name](), False)
-    assert verdict(rungs) == "pass", "\n".join(str(r) for r in rungs if r.verdict == "fail")
+    prove_kernel(CASES[name]())
