@@ -240,7 +240,7 @@ DAMAGE = {
     ),
     "blocks out of order": (lambda p: with_chunk(p, "dense", 1, lambda es: [replace(es[0], block=1)]), "tape"),
     "chunk dropped": (lambda p: with_region(p, "moe", chunks=p.regions["moe"].chunks[:-1]), "tape"),
-    "weight not read": (lambda p: damaged(p, "mla", is_step("rms_norm"), nothing), "tape"),
+    "weight not read": (lambda p: damaged(p, "mla", is_step("norm"), nothing), "tape"),
     "buffer too large": (lambda p: with_buffer(p, "logits", shape=(8, 2**22)), "memory"),
     "address taken twice": (lambda p: placed(p, "logits", "running"), "memory"),
     "table too large": (lambda p: with_buffer(p, "kv_items", shape=(2**20,)), "memory"),

@@ -9,9 +9,11 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mkgen.emit.printer import Printer
+from mkgen.emit.prune import prune
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Buffer, Step, walk
 
+FACE = {"decode_call", "states", "VOCAB_RUN"}       # what the host side reads
 SPACES = {"smem": "pltpu.SMEM", "any": "pl.ANY"}
 
 
@@ -95,7 +97,7 @@ def render_kernel(plan: Plan) -> str:
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],
         scratch_buffers=[b for b in buffers if b.space in ("vmem", "smem", "dma_sem")], shape=shape_text, place=place_text,
         vmem_limit=plan.target.vmem_bytes)
-    return tidy(text)
+    return tidy(prune(text, FACE))
 
 
 def tidy(text: str) -> str:

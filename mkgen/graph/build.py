@@ -7,7 +7,7 @@ from mkgen.graph.ops.elementwise import ResidualAdd
 from mkgen.graph.ops.ends import Embed, Enter, Greedy
 from mkgen.graph.ops.linear import Linear
 from mkgen.graph.ops.mixture import BlockAdd, BlockMixture
-from mkgen.graph.ops.norm import RmsNorm
+from mkgen.graph.ops.norm import norm
 from mkgen.spec.model import Model, Spec
 
 
@@ -32,21 +32,18 @@ class Stream:
         planes = -(-model.layers // model.residual.block) if self.mixes else 0
         self.snapshots = Value("snapshots", model.hidden, "bf16", carried=True, planes=planes) if self.mixes else None
 
-    def vector(self, role: str) -> Weight:
-        return Weight(role, (self.model.hidden,), (role,), "vector")
-
     def mixture(self, where: str, y: Value, fact: str | None) -> BlockMixture:
         w = Weight(f"residual.{where}", (self.model.hidden,), (f"residual.{where}_norm", f"residual.{where}_proj"), "product", "f32")
         return BlockMixture(f"{where}_mixture", self.x, self.snapshots, y, w, self.model.residual.eps, fact)
 
     def read(self, name: str, where: str, role: str, fact: str | None) -> tuple[list[Op], Value]:
         """The normed input of a sub-layer."""
-        ops, x, norm = [], self.x, self.model.norm
+        ops, x = [], self.x
         if self.mixes:
             x = Value(f"{name}.mix", self.model.hidden)
             ops.append(self.mixture(where, x, fact))
         h = Value(f"{name}.h", self.model.hidden)
-        ops.append(RmsNorm(f"{name}.norm", x, h, self.vector(role), norm.eps, norm.offset))
+        ops.append(norm(f"{name}.norm", x, h, self.model.norm, role))
         return ops, h
 
     def sublayer(self, name: str, role: str, kinds: dict, kind, spec: Spec) -> SubLayer:

@@ -6,7 +6,7 @@ from mkgen.graph.kinds.common import Made, columns, rows
 from mkgen.graph.ops.elementwise import Add, GatedActivation
 from mkgen.graph.ops.linear import Linear
 from mkgen.graph.ops.moe import Route, RoutedExperts
-from mkgen.graph.ops.norm import RmsNorm
+from mkgen.graph.ops.norm import norm
 from mkgen.spec.model import Mlp, Moe, Spec
 
 
@@ -46,8 +46,7 @@ def moe(name: str, f: Moe, h: Value, spec: Spec) -> Made:
     ops.append(RoutedExperts(f"{name}.experts", x, route, y, gate, up, down, f.experts, f.top_k, f.width, f.activation))
     if f.latent_norm:
         n = Value(f"{name}.routed_norm", wide)
-        w = Weight(f"{name}.latent_norm", (wide,), (f"{name}.latent_norm",), "vector", "f32")
-        ops.append(RmsNorm(f"{name}.latent_norm", y, n, w, f.latent_norm.eps, f.latent_norm.offset))
+        ops.append(norm(f"{name}.latent_norm", y, n, f.latent_norm, dtype="f32"))
         y = n
     if f.latent:
         up_y = Value(f"{name}.routed_out", hidden, "f32" if shared else "bf16", units=hidden)

@@ -1,13 +1,13 @@
 """Multi-head latent attention, composed of ops."""
 from __future__ import annotations
 
-from mkgen.graph.ir import Op, Value, Weight
+from mkgen.graph.ir import Op, Value
 from mkgen.graph.kinds.common import Made, columns, out
 from mkgen.graph.ops.attention import MlaAttention
 from mkgen.graph.ops.elementwise import SigmoidGate, Split
 from mkgen.graph.ops.linear import Linear
-from mkgen.graph.ops.norm import RmsNorm
-from mkgen.spec.model import Mla, Spec
+from mkgen.graph.ops.norm import norm
+from mkgen.spec.model import Mla, Norm, Spec
 
 
 def mla(name: str, a: Mla, h: Value, spec: Spec) -> Made:
@@ -24,8 +24,7 @@ def mla(name: str, a: Mla, h: Value, spec: Spec) -> Made:
     ops.append(Split(f"{name}.kv", kv, (lat, key)))
     ql, latent = Value(f"{name}.q_latent", a.q_rank), Value(f"{name}.latent", a.kv_rank)
     for c, x, y in (("q", qa, ql), ("kv", lat, latent)):
-        w = Weight(f"{name}.{c}_norm", (x.width,), (f"{name}.{c}_norm",), "vector")
-        ops.append(RmsNorm(f"{name}.{c}_norm", x, y, w, a.rank_eps))
+        ops.append(norm(f"{name}.{c}_norm", x, y, Norm(eps=a.rank_eps)))
     q = Value(f"{name}.q", heads * score, units=heads)
     ops.append(Linear(f"{name}.q_b", ql, (q,), (columns(f"{name}.q_b", a.q_rank, q.width, heads),)))
     o = Value(f"{name}.attended", heads * a.v_dim, units=heads)
