@@ -144,12 +144,6 @@ def panels(m, g, at, k, n):
     """bf16 [k, n]: n / 128 panels, each 128 columns wide and k / 2 words deep."""
     return side_by_side(tape_rows(m, g, at, k * n // (2 * LANES)), n // LANES)
 
-def next_chunk(m, g):
-    """Chunk g has been read: its slot is refilled; waits for the chunk behind it."""
-    tape_copy(m, g + RING_DEPTH).start()
-    tape_copy(m, g + 1).wait()
-    return g + 1
-
 def stream(m, g, blocks, use, refill=True):
     """use(i, g) for i in blocks, on the next chunks; each slot is refilled behind it.
     Not at the end of the tape: nothing is left to refill with."""
