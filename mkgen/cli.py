@@ -103,11 +103,13 @@ def verify(asked: Asked) -> None:
               help="Where each rank's tape and experts are written.")
 @click.option("--convert", is_flag=True, help="Re-encode tensors that are not in the build's format.")
 @click.option("--force", is_flag=True, help="Write over what --out holds.")
-def pack(asked: Asked, from_dir: str, out_dir: str, convert: bool, force: bool) -> None:
+@click.option("--ignore", multiple=True, metavar="PATTERN",
+              help="Tensors that may be in the checkpoint unused, beside model.ignore: 'vision_tower.*'. Repeatable.")
+def pack(asked: Asked, from_dir: str, out_dir: str, convert: bool, force: bool, ignore: tuple[str, ...]) -> None:
     """Turn a checkpoint into each rank's tape and expert image."""
     made = asked.plan()
     from mkgen.pack.write import pack_command
-    figures = pack_command(made, Path(from_dir), Path(out_dir), convert, force, asked.json)
+    figures = pack_command(made, Path(from_dir), Path(out_dir), convert, force, asked.json, ignore)
     finish(figures["verdict"] == "pass")
 
 

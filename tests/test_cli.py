@@ -278,8 +278,8 @@ def test_pack(stage, tmp_path, answer, code):
         return {"verdict": answer}
 
     stage("mkgen.pack.write", pack_command=pack_command)
-    result = run("pack", QWEN, "--from", str(tmp_path), "--out", str(tmp_path / "out"), "--force")
-    assert result.exit_code == code and asked == [(tmp_path, tmp_path / "out", False, True, False)]
+    result = run("pack", QWEN, "--from", str(tmp_path), "--out", str(tmp_path / "out"), "--force", "--ignore", "a.*", "--ignore", "b")
+    assert result.exit_code == code and asked == [(tmp_path, tmp_path / "out", False, True, False, ("a.*", "b"))]
 
 
 # -- the project's files ---------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLi
     ranks = _ranks(plan, ranks)
     check_target(out, force)
     wanted = expected(plan)
-    reader = Reader(plan, match(wanted, Checkpoint(checkpoint_dir), ignore), convert)
+    reader = Reader(plan, match(wanted, Checkpoint(checkpoint_dir), (*plan.spec.model.ignore, *ignore)), convert)
     reader.check_first_expert()
     sizes = shapes(plan)
     size = sum(math.prod(s) * 4 for s in sizes.values()) * len(ranks)
@@ -99,10 +99,12 @@ def write_experts(plan: Plan, reader: Reader, images: dict[int, np.ndarray], tel
                 tell(name)
 
 
-def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force: bool, json: bool) -> dict:
+def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force: bool, json: bool,
+                 ignore: Sequence[str] = ()) -> dict:
     """`mkgen pack`: packs all ranks; a bar on stderr, on stdout the figures (`json`: one object), which it returns."""
     with bar(plan.spec.model.name, sys.stderr) as progress:
-        figures = pack(plan, from_dir, out_dir, progress=progress, convert=convert, force=force)
+        figures = pack(plan, from_dir, out_dir, progress=progress, convert=convert, force=force,
+                       ignore=ignore)
     figures["verdict"] = "pass"
     print(_json(figures) if json else describe(figures))
     return figures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mkgen.errors import closest, did_you_mean
@@ -85,30 +86,31 @@ def roles(c: Checker) -> None:
 
 
 def patterns(c: Checker) -> None:
-    """Each pattern has the placeholders that its tensor needs; no two tensors of one owner share a name."""
+    """Each pattern has the placeholders that its tensor needs, and cuts that give its shape; no two take one element."""
     known, _ = known_tensors(c)
-    seen: dict[tuple[str, str], str] = {}
+    sharing: dict[tuple[str, str], list[str]] = {}
     for role, pattern in c.model.checkpoint.items():
-        if pattern is not BAD and role in known:
-            c.run(_pattern, role, pattern, known[role])
-            owner = known[role].owner or ""
-            first = seen.setdefault((owner if owner not in ("mixer", "ffn") else "", pattern), role)
-            if first != role:
-                c.say(
-                    ("model", "checkpoint", role),
-                    f"{role} and {first} have the same tensor, {pattern}",
-                    "two weights cannot be one tensor",
-                    "give each its own name, or write `tied_head: true` and leave `head` out if they are one",
-                )
+        if pattern is BAD or role not in known or not c.run(_pattern, role, pattern, known[role]):
+            continue
+        try:
+            name = checkpoint.parse(pattern).name
+        except checkpoint.BadPattern:                # said by _pattern
+            continue
+        owner = known[role].owner or ""
+        sharing.setdefault((owner if owner not in ("mixer", "ffn") else "", name), []).append(role)
+    for (_, name), found in sharing.items():
+        if len(found) > 1:
+            c.run(_apart, name, [known[role] for role in found])
 
 
 def _pattern(c: Checker, role: str, text: str, tensor: Tensor) -> None:
     path, wanted = ("model", "checkpoint", role), _FIELDS[tensor.per]
     try:
-        found = checkpoint.parse(text).fields
+        pattern = checkpoint.parse(text)
     except checkpoint.BadPattern as error:
         c.say(path, f"the pattern of {role} is {text!r}", str(error), "write `name | cut | cut`, see docs/spec.md")
         return
+    found = pattern.fields
     if found != wanted and not (tensor.per == "expert" and found == {"layer"}):
         words = " and ".join(f"{{{name}}}" for name in sorted(wanted, reverse=True)) or "no placeholder"
         c.say(
@@ -121,6 +123,65 @@ def _pattern(c: Checker, role: str, text: str, tensor: Tensor) -> None:
             }[tensor.per],
             f"write a name with {words}",
         )
+    try:
+        checkpoint.uncut(pattern.cuts, tensor.shape)
+    except checkpoint.BadPattern as error:
+        c.say(path, f"the pattern of {role} is {text!r}", str(error), f"the cuts must give {list(tensor.shape)}")
 
 
-CHECKS = (roles, patterns)
+def _apart(c: Checker, name: str, found: list[Tensor]) -> None:
+    """Roles that share a tensor take different parts of it."""
+    taken: dict[str, tuple[tuple[checkpoint.Cut, ...], list[checkpoint.Axis]]] = {}
+    for t in found:
+        cuts = checkpoint.parse(c.model.checkpoint[t.role]).cuts
+        try:
+            axes = checkpoint.uncut(cuts, t.shape)
+        except checkpoint.BadPattern:                # said by _pattern
+            continue
+        for other, (theirs, their_axes) in taken.items():
+            if cuts == theirs or _meet(cuts, axes, theirs, their_axes):
+                c.say(
+                    ("model", "checkpoint", t.role),
+                    f"{t.role} and {other} have the same tensor, {name}" + ", and their cuts overlap" * (cuts != theirs),
+                    "two weights cannot be one tensor, nor share a part of one",
+                    "give each its own name or its own cut; write `tied_head: true` and leave `head` out if they are one",
+                )
+                break
+        taken[t.role] = cuts, axes
+
+
+def _meet(a: tuple, a_axes, b: tuple, b_axes) -> bool:
+    """Whether two cuts take a common element of the smallest tensor that has both."""
+    if a_axes is None or b_axes is None or len(a_axes) != len(b_axes):
+        return False
+    shape = tuple(max(x.size, y.size) for x, y in zip(a_axes, b_axes))
+    try:
+        pairs = list(zip(checkpoint.picks(a, shape), checkpoint.picks(b, shape)))
+    except checkpoint.BadPattern:                    # the packer, who knows the shape, will say it
+        return False
+    return all(not set(x).isdisjoint(y) for x, y in pairs)
+
+
+def ignored(c: Checker) -> None:
+    """What is ignored is not what a role needs."""
+    known, _ = known_tensors(c)
+    names: dict[str, str] = {}
+    for role, pattern in c.model.checkpoint.items():
+        if pattern is not BAD and role in known:
+            try:
+                made = checkpoint.parse(pattern)
+                names |= {made.format(layer, 0): role for layer in c.layers_of(known[role].owner)}
+            except (checkpoint.BadPattern, ValueError, KeyError, IndexError):      # said by _pattern
+                continue
+    for i, shell in enumerate(c.model.ignore):
+        needed = None if shell is BAD else next((n for n in names if fnmatchcase(n, shell)), None)
+        if needed:
+            c.say(
+                ("model", "ignore", str(i)),
+                f"model.ignore has {shell!r}, and {names[needed]} is {needed}",
+                "a tensor that the decoder needs cannot be left out",
+                "make the pattern narrower",
+            )
+
+
+CHECKS = (roles, patterns, ignored)

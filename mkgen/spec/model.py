@@ -71,6 +71,7 @@ class Model:
     usable_vocab: int = 0                        # ids from here on are padding and never chosen; 0: all are usable
     parameters: int | None = None                # published total, checked when given
     checkpoint: dict[str, str] = field(default_factory=dict)   # role -> name pattern and its cuts, see checkpoint.py
+    ignore: tuple[str, ...] = ()                 # shell patterns of the checkpoint's tensors that the decoder has no use for
     sources: dict[str, str] = field(default_factory=dict)
 
 

@@ -44,6 +44,13 @@ class Checker:
         kinds = getattr(self.model, group)
         return [] if kinds is BAD else [(name, kind) for name, kind in kinds.items() if kind is not BAD]
 
+    def layers_of(self, owner: str | None) -> list[int]:
+        """The layers that have a kind, or any 'mixer' or 'ffn'; [0] for what is the model's own."""
+        if owner is None:
+            return [0]
+        runs = self.model.schedule
+        return [i for i, run in enumerate(runs) if (getattr(run, owner) if owner in ("mixer", "ffn") else owner in (run.mixer, run.ffn))]
+
 
 def validate(spec: Spec, clean: bool = True) -> list[Problem]:
     """All the problems of a spec, in no special order. `clean`: reading it has found no problem so far.
