@@ -16,11 +16,12 @@ import networkx as nx
 class Value:
     """`width` features a row. A value whose dtype is bf16 is rounded once, where it is made.
 
-    `units`: the number of equal pieces (heads, or single columns) that may lie on different ranks."""
+    `units`: the number of equal pieces (heads, or single columns) that may lie on different ranks. `groups`: as of a Weight."""
     name: str
     width: int
     dtype: str = "bf16"
     units: int = 1
+    groups: int = 0
     carried: bool = False                # lives from sub-layer to sub-layer (the residual stream)
     planes: int = 0                      # copies a row (the snapshots of a residual scheme); 0: one, without an axis of its own
 
@@ -30,7 +31,9 @@ class Weight:
     """A weight family. `roles` are checkpoint roles; `assemble` names the rule in `weights.py` that makes the logical array.
 
     matrix [K, N], vector [n], taps [taps, n], experts [E, K, N].  `split` is the axis that is shared out over the ranks
-    in `units` equal pieces when the family is sharded (None: always whole)."""
+    in `units` equal pieces when the family is sharded (None: always whole). `groups`: the units form that many equal runs
+    that no rank mixes, for instance query heads by their KV head; a unit that is a group of its own is repeated where there
+    are fewer than ranks. 0: units stand alone, and the family is whole on every rank where there are fewer than ranks."""
     name: str
     shape: tuple[int, ...]
     roles: tuple[str, ...]
@@ -38,6 +41,12 @@ class Weight:
     dtype: str = "bf16"
     split: int | None = None
     units: int = 1
+    groups: int = 0
+
+    @property
+    def once(self) -> bool:
+        """Shared out along K: no unit is repeated, for the ranks' products are added up."""
+        return self.split == 0 and len(self.shape) == 2
 
     @property
     def elements(self) -> int:

@@ -16,7 +16,7 @@ def share(weight: Weight, axis: int, whole: bool, ranks: int, rank: int) -> slic
     """
     if whole or weight.split != axis:
         return slice(0, weight.shape[axis])
-    first, last = unit_range(weight.units, ranks, rank)
+    first, last = unit_range(weight.units, ranks, rank, weight.groups, weight.once)
     unit = weight.shape[axis] // weight.units
     return slice(first * unit, last * unit)
 

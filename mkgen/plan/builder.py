@@ -10,6 +10,7 @@ from mkgen.graph.ir import Op, SubLayer, Value
 from mkgen.plan.memory import Memory, Place
 from mkgen.plan.nodes import Nodes
 from mkgen.plan.regions import Node, Seq, Step
+from mkgen.plan.shard import unit_range
 from mkgen.plan.tape import Chunk, Entry
 from mkgen.plan.values import Values
 from mkgen.plan.weights import Weights
@@ -81,4 +82,18 @@ class Builder(Values, Weights, Nodes):
             for part in ("start", "finish"):
                 self.collective("gather", part, factor, (str(p.width),), (size - 1) * stride * p.width * 4)
         self.nodes[-1].append(Step(v.name, "exchange", "gather_take", dict(y=f"m.{name}", width=p.width), ("gather",), (name,)))
+        pieces = self.pieces(v, p.width)
+        if pieces != [(0, v.width)]:
+            self.nodes[-1].append(Step(v.name, "exchange", "gather_order", dict(y=f"m.{name}", pieces=pieces), (name,), (name,)))
         self.memory.places[v.name] = Place(name, 0, v.width, "f32", "whole")
+
+    def pieces(self, v: Value, width: int) -> list[tuple[int, int]]:
+        """(first column, columns) of v's true features among the ranks' pieces of `width` columns, in order, each once."""
+        out, done, unit = [], 0, v.width // v.units
+        for rank in range(self.ranks):
+            first, last = unit_range(v.units, self.ranks, rank, v.groups)
+            if first == done < last:
+                at, n, done = rank * width, (last - first) * unit, last
+                joins = out and sum(out[-1]) == at
+                out[-1:] = [(out[-1][0], out[-1][1] + n)] if joins else [*out[-1:], (at, n)]
+        return out

@@ -31,15 +31,30 @@ class Mesh:
         return tuple(out)
 
 
-def local_units(units: int, ranks: int) -> int:
-    """Units that each rank holds; the last ranks' share may be padding. Fewer units than ranks: one each, repeated."""
-    return -(-units // ranks)
+def local_units(units: int, ranks: int, groups: int = 0) -> int:
+    """Units that a rank has room for; what a rank has no true unit for is padding.
+
+    groups: units in `groups` equal runs that no rank mixes (query heads by their KV head). With as many groups as ranks or
+    more, a rank takes whole groups; with fewer, a group is spread over ranks // groups neighbours. 0: units stand alone."""
+    if groups >= ranks or not groups:
+        return -(-(groups or units) // ranks) * (units // (groups or units))
+    return -(-(units // groups) // sharers(ranks, groups))
 
 
-def unit_range(units: int, ranks: int, rank: int) -> tuple[int, int]:
-    """[first, last) of the true units on `rank`; both are clipped to `units`. Fewer units than ranks: the repeated one."""
-    if units < ranks:
-        at = rank * units // ranks
-        return at, at + 1
-    share = local_units(units, ranks)
-    return min(rank * share, units), min((rank + 1) * share, units)
+def sharers(ranks: int, groups: int) -> int:
+    """Ranks that share one group; those left over hold none."""
+    return max(1, ranks // groups) if groups else 1
+
+
+def unit_range(units: int, ranks: int, rank: int, groups: int = 0, once: bool = False) -> tuple[int, int]:
+    """[first, last) of the true units on `rank`; empty where it holds padding alone. A group of one unit is repeated on all
+    ranks that share it, unless every unit must be there `once` (rows of a matrix whose products are added up)."""
+    share = local_units(units, ranks, groups)
+    if groups >= ranks or not groups:
+        return min(rank * share, units), min((rank + 1) * share, units)
+    (group, part), each = divmod(rank, sharers(ranks, groups)), units // groups
+    if group >= groups:
+        return units, units
+    if each == 1 and not once:
+        part = 0
+    return group * each + min(part * share, each), group * each + min((part + 1) * share, each)

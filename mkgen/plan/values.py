@@ -22,7 +22,7 @@ class Target:
 
 class Values:
     def local(self, v: Value, spread: str) -> int:
-        return v.width // v.units * local_units(v.units, self.ranks) if spread == "split" else v.width
+        return v.width // v.units * local_units(v.units, self.ranks, v.groups) if spread == "split" else v.width
 
     def place(self, v: Value) -> Place:
         if v.name not in self.memory.places:

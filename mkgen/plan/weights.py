@@ -12,14 +12,15 @@ from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matr
 
 class Weights:
     def whole(self, ws: tuple[Weight, ...]) -> bool:
-        """A family is kept whole if the build says so or if it has fewer units than there are ranks (unless it shares a
-        matrix with families that are split: those repeat their units instead)."""
-        return any(w.name in self.build.replicate for w in ws) or all(w.split is None or w.units < self.ranks for w in ws)
+        """A family is kept whole if the build says so, or if it has fewer units than there are ranks and is gathered anyway
+        (it has no groups), unless it shares a matrix with families that are split."""
+        few = all(w.split is None or not w.groups and w.units < self.ranks for w in ws)
+        return few or any(w.name in self.build.replicate for w in ws)
 
     def width(self, w: Weight, axis: int, whole: bool) -> int:
         if whole or w.split != axis:
             return w.shape[axis]
-        return w.shape[axis] // w.units * local_units(w.units, self.ranks)
+        return w.shape[axis] // w.units * local_units(w.units, self.ranks, w.groups)
 
     def take(self, entry_rows: int, name: str, block: int | None = None) -> int:
         """A place for `entry_rows` rows in the open chunk; opens one (and waits for it) where none is open or it is full."""
@@ -79,9 +80,6 @@ class Weights:
 
     def matrix(self, name: str, ws: tuple[Weight, ...], along: str) -> Matrix:
         whole = self.ranks == 1 or (along == "columns" and self.whole(ws)) or along == "whole"
-        if along == "rows" and not whole and ws[0].units < self.ranks:
-            raise MkgenError(f"{name}: {ws[0].units} units of K cannot be shared out over {self.ranks} ranks\n"
-                             f"  why: each rank adds its own part to the sum\n  fix: a smaller build.mesh")
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
         m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target)
@@ -111,6 +109,8 @@ class Weights:
             self.memory.places[y.name] = Place(buffer, at, part.width, "f32", spread)
             at += part.width
         x = self.place(op.x)
+        if x.width != m.k:
+            raise ValueError(f"{op.name}: its input has {x.width} columns on a rank, its matrix {m.k} rows")
         args = dict(matrix=m, x=self.read(op.x, "bf16"), y=f"m.{buffer}", pad=m.k_padded - x.width)
         if m.blocks == 1:
             self.step(op, "linear", "single", writes=(buffer,), at=self.take(m.block_rows, m.name, 0), **args)

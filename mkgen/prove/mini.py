@@ -11,7 +11,7 @@ from dataclasses import replace
 from mkgen.errors import MkgenError, SpecErrors
 from mkgen.graph.build import build_graph
 from mkgen.plan.planner import make_plan
-from mkgen.plan.shard import round_up
+from mkgen.plan.shard import round_up, sharers
 from mkgen.spec import schedule
 from mkgen.spec.model import Build, Gqa, Linear, Mla, Mlp, Model, Moe, Rope, Run, Spec
 from mkgen.spec.schedule import Item, Name, Repeat
@@ -120,9 +120,27 @@ def like(width: int, small: int) -> int:
 
 
 def sharded(width: int, old_ranks: int, ranks: int, small: int) -> int:
-    """A width for `ranks` ranks whose share is the old share, or no more than `small` (and what is over 128)."""
+    """A width for `ranks` ranks whose share is the old share, or no more than `small` (and what is over 128); the last
+    rank's share is one short where the old shares are not all full."""
     local = -(-width // old_ranks)
-    return ranks * (local if local <= small else small + (local % 128 if small % 128 == 0 else 0))
+    whole = ranks * (local if local <= small else small + (local % 128 if small % 128 == 0 else 0))
+    return whole - (width % old_ranks > 0 and whole > 1)
+
+
+def few_heads(heads: int, groups: int, old_ranks: int, ranks: int, most_groups: int, most_each: int) -> tuple[int, int]:
+    """(heads, groups): at most so many groups on a rank, so many heads of a group; ranks share groups if they did, and
+    some rank holds padding if one did."""
+    each, more = heads // groups, ranks > 1
+    if groups >= old_ranks:
+        local = min(-(-groups // old_ranks), most_groups)
+        few = ranks * local - (groups % old_ranks > 0 and more)
+        return few * min(each, most_each), few
+    share, rest = divmod(old_ranks, groups)
+    halves = next(n for n in range(max(1, ranks // 2), 0, -1) if ranks % n == 0)
+    few = halves if share > 1 else max(1, ranks - 1)
+    local, share_now = min(-(-each // share), most_each), sharers(ranks, few)
+    padded = share_now > 1 and (each % share > 0 or rest > 0)
+    return few * (share_now * local - padded), few
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------
@@ -163,13 +181,8 @@ def _block(runs: tuple[Run, ...]) -> int:
 
 
 def _gqa(a: Gqa, old_ranks: int, ranks: int) -> Gqa:
-    head, group = min(a.head_dim, HEAD), a.heads // a.kv_heads
-    if a.kv_heads < old_ranks:  # several ranks share a KV head: two of them do, if there are two
-        kv_heads = max(1, ranks // 2)
-        heads = ranks * min(a.heads // old_ranks, GROUP)
-    else:
-        kv_heads = ranks * min(a.kv_heads // old_ranks, 2)
-        heads = kv_heads * min(group, GROUP)
+    head = min(a.head_dim, HEAD)
+    heads, kv_heads = few_heads(a.heads, a.kv_heads, old_ranks, ranks, 2, GROUP)
     rope = a.rope
     if rope is not None and rope.width is not None:
         rope = replace(rope, width=round_up(rope.width * head // a.head_dim, 2))
@@ -182,7 +195,7 @@ def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
         rope = replace(rope, width=min(rope.width, LATENT[1]))
     return replace(
         a,
-        heads=ranks * min(a.heads // old_ranks, HEADS),
+        heads=few_heads(a.heads, a.heads, old_ranks, ranks, HEADS, 1)[0],
         q_rank=sharded(a.q_rank, old_ranks, ranks, RANK),
         kv_rank=min(a.kv_rank, LATENT[0] + a.kv_rank % 16),  # what is over a multiple of 16 stays
         nope_dim=min(a.nope_dim, HEAD),
@@ -193,9 +206,8 @@ def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
 
 
 def _linear(a: Linear, old_ranks: int, ranks: int) -> Linear:
-    share = a.heads // (a.key_heads or a.heads)                     # heads that share a key head
-    key_heads = None if a.key_heads is None else ranks * min(a.key_heads // old_ranks, HEADS)
-    heads = ranks * min(a.heads // old_ranks, HEADS) if key_heads is None else key_heads * share
+    heads, key_heads = few_heads(a.heads, a.key_heads or a.heads, old_ranks, ranks, HEADS, HEADS)
+    key_heads = a.key_heads and key_heads
     decay = replace(a.decay, rank=min(a.decay.rank, HEAD))
     gate = a.gate and replace(a.gate, rank=min(a.gate.rank, HEAD))
     return replace(a, heads=heads, key_heads=key_heads, key_dim=min(a.key_dim, HEAD), value_dim=min(a.value_dim, HEAD), decay=decay,

@@ -15,7 +15,7 @@ from ml_dtypes import bfloat16
 
 from mkgen.graph.ir import Op
 from mkgen.plan.plan import Plan
-from mkgen.plan.shard import unit_range
+from mkgen.plan.shard import local_units, unit_range
 from mkgen.plan.tape import LANES
 
 NAN_WORD = 0xFFFFFFFF  # two bf16 NaNs
@@ -52,7 +52,7 @@ def to_kernel(layout: Layout, logical: np.ndarray, written: list[int], rank: int
     local = layout.local(rank)
     layers, rows = logical.shape[:2]
     if not layout.positional:
-        x = logical.reshape(layers, rows, -1)[:, :, local]
+        x = np.where(local >= 0, logical.reshape(layers, rows, -1)[:, :, local], 0.0)
         for row, count in enumerate(written):
             if count == 0:
                 x[:, row] = np.nan
@@ -119,10 +119,10 @@ def _gqa(op, ranks: int) -> Callable[[int], np.ndarray]:
     """Per local KV head: K, then V, each padded to whole blocks."""
 
     def local(rank: int) -> np.ndarray:
-        first, last = unit_range(op.kv_heads, ranks, rank)
-        out = np.full((last - first, 2, _blocks(op.head_dim)), -1)
+        first, last = unit_range(op.kv_heads, ranks, rank, op.kv_heads)
+        out = np.full((local_units(op.kv_heads, ranks, op.kv_heads), 2, _blocks(op.head_dim)), -1)
         feature = np.arange(2 * op.kv_heads * op.head_dim).reshape(2, op.kv_heads, op.head_dim)
-        out[:, :, : op.head_dim] = feature[:, first:last].swapaxes(0, 1)
+        out[: last - first, :, : op.head_dim] = feature[:, first:last].swapaxes(0, 1)
         return out.reshape(-1)
 
     return local
@@ -136,18 +136,26 @@ def _mla(op, ranks: int) -> Callable[[int], np.ndarray]:
     return lambda rank: out
 
 
+def _units(units: int, size: int, groups: int, ranks: int, rank: int) -> np.ndarray:
+    """Features of a rank's units of `size` features each; -1 in padded ones."""
+    first, last = unit_range(units, ranks, rank, groups)
+    out = np.full(local_units(units, ranks, groups) * size, -1)
+    out[: (last - first) * size] = np.arange(first * size, last * size)
+    return out
+
+
 def _window(op, ranks: int) -> Callable[[int], np.ndarray]:
     """Tap by tap, the local heads of each input side by side."""
 
     def local(rank: int) -> np.ndarray:
         at, columns = 0, []
         for x in op.xs:
-            first, last = unit_range(x.units, ranks, rank)
-            unit = x.width // x.units
-            columns.append(at + np.arange(first * unit, last * unit))
+            here = _units(x.units, x.width // x.units, x.groups, ranks, rank)
+            columns.append(np.where(here >= 0, at + here, -1))
             at += x.width
         columns = np.concatenate(columns)
-        return (np.arange(op.taps - 1)[:, None] * at + columns).reshape(-1)
+        taps = np.arange(op.taps - 1)[:, None]
+        return np.where(columns >= 0, taps * at + columns, -1).reshape(-1)
 
     return local
 
@@ -157,8 +165,7 @@ def _matrix(op, ranks: int) -> Callable[[int], np.ndarray]:
     size = op.head_dim**2
 
     def local(rank: int) -> np.ndarray:
-        first, last = unit_range(op.heads, ranks, rank)
-        return np.arange(first * size, last * size)
+        return _units(op.heads, size, op.o.groups, ranks, rank)
 
     return local
 

@@ -9,7 +9,7 @@ from mkgen.errors import did_you_mean
 from mkgen.spec.bad import BAD
 from mkgen.spec.formats import FORMATS
 from mkgen.spec.checks_roles import is_unsure, known_tensors
-from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe
+from mkgen.spec.model import Linear, Mla, Mlp, Moe
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
@@ -105,32 +105,6 @@ def parallel(c: Checker) -> None:
             "every rank holds one share of the experts",
             f"choose two factors of {c.ranks}",
         )
-
-
-def heads(c: Checker) -> None:
-    """Ranks own whole heads; a key/value head is either owned, or copied to all the ranks that read it."""
-    for name, kind in c.each("mixers"):
-        c.run(_heads, name, kind, c.ranks)
-
-
-def _heads(c: Checker, name: str, kind, ranks: int) -> None:
-    path = ("model", "mixers", name)
-    if kind.heads % ranks:
-        c.say(
-            (*path, "heads"),
-            f"{kind.heads} heads cannot be split over {ranks} ranks",
-            "every rank owns whole heads",
-            f"use a mesh whose ranks divide {kind.heads}",
-        )
-    elif isinstance(kind, Gqa) and kind.heads % kind.kv_heads == 0:
-        few, many = sorted((kind.kv_heads, ranks))
-        if many % few:
-            c.say(
-                (*path, "kv_heads"),
-                f"{kind.kv_heads} kv_heads do not fit {ranks} ranks",
-                "a rank's query heads would read parts of different key/value heads",
-                "use a mesh whose ranks divide kv_heads, or are a multiple of them",
-            )
 
 
 def experts(c: Checker) -> None:
@@ -355,4 +329,4 @@ def memory(c: Checker) -> None:
         )
 
 
-CHECKS = (mesh, parallel, heads, experts, formats, replicate, rows, tokens, context, depths, memory)
+CHECKS = (mesh, parallel, experts, formats, replicate, rows, tokens, context, depths, memory)

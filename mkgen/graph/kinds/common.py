@@ -7,16 +7,17 @@ from mkgen.graph.ops.linear import Linear
 Made = tuple[list[Op], Value]
 
 
-def columns(name: str, k: int, n: int, units: int | None = None, assemble: str = "linear", role: str | None = None) -> Weight:
-    """A matrix [k, n] whose columns are shared out in `units` pieces."""
-    return Weight(name, (k, n), (role or name,), assemble, split=1, units=units or n)
+def columns(name: str, k: int, n: int, units: int | None = None, assemble: str = "linear", role: str | None = None,
+            groups: int = 0) -> Weight:
+    """A matrix [k, n] whose columns are shared out in `units` pieces, in `groups` runs."""
+    return Weight(name, (k, n), (role or name,), assemble, split=1, units=units or n, groups=groups)
 
 
-def rows(name: str, k: int, n: int, units: int | None = None) -> Weight:
-    """A matrix [k, n] whose rows are shared out in `units` pieces."""
-    return Weight(name, (k, n), (name,), "linear", split=0, units=units or k)
+def rows(name: str, x: Value, n: int) -> Weight:
+    """A matrix [x.width, n] whose rows are shared out as the columns of x are."""
+    return Weight(name, (x.width, n), (name,), "linear", split=0, units=x.units, groups=x.groups)
 
 
 def out(name: str, x: Value, hidden: int) -> Made:
     y = Value(f"{name}.out", hidden)
-    return [Linear(f"{name}.o", x, (y,), (rows(f"{name}.o", x.width, hidden, x.units),), along="rows")], y
+    return [Linear(f"{name}.o", x, (y,), (rows(f"{name}.o", x, hidden),), along="rows")], y

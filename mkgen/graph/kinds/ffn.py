@@ -11,12 +11,12 @@ from mkgen.spec.model import Mlp, Moe, Spec
 
 
 def gated_mlp(name: str, x: Value, width: int, act, hidden: int, prefix: str = "", dtype: str = "bf16") -> Made:
-    gate, up = (Value(f"{name}.{prefix}{c}", width, units=width) for c in ("gate", "up"))
-    h = Value(f"{name}.{prefix}act", width, units=width)
+    gate, up = (Value(f"{name}.{prefix}{c}", width, units=width, groups=width) for c in ("gate", "up"))
+    h = Value(f"{name}.{prefix}act", width, units=width, groups=width)
     y = Value(f"{name}.{prefix}out", hidden, dtype)
-    return [Linear(f"{name}.{prefix}gate_up", x, (gate, up), tuple(columns(v.name, x.width, width) for v in (gate, up))),
+    return [Linear(f"{name}.{prefix}gate_up", x, (gate, up), tuple(columns(v.name, x.width, width, groups=width) for v in (gate, up))),
             GatedActivation(f"{name}.{prefix}act", gate, up, h, act),
-            Linear(f"{name}.{prefix}down", h, (y,), (rows(f"{name}.{prefix}down", width, hidden),), along="rows")], y
+            Linear(f"{name}.{prefix}down", h, (y,), (rows(f"{name}.{prefix}down", h, hidden),), along="rows")], y
 
 
 def mlp(name: str, f: Mlp, h: Value, spec: Spec) -> Made:
