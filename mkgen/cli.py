@@ -113,5 +113,21 @@ def pack(asked: Asked, from_dir: str, out_dir: str, convert: bool, force: bool, 
     finish(figures["verdict"] == "pass")
 
 
+@main.command()
+@spec_options
+@click.option("--from", "source", required=True, metavar="WHERE",
+              help="The checkpoint: a folder with safetensors and tokenizer.json, a .gguf file, or python:PACKAGE that ships one.")
+@click.option("--prompt", required=True, metavar="TEXT", help="What the text begins with.")
+@click.option("--tokens", default=16, show_default=True, type=click.IntRange(min=1), metavar="N", help="How many to add at most.")
+@click.option("--work", type=click.Path(file_okay=False), metavar="DIR",
+              help="Where module and packed weights are kept; build/generate/<name> if not given.")
+@click.option("--tpu", is_flag=True, help="Run on the chips of this machine instead of interpreting the kernel.")
+def generate(asked: Asked, source: str, prompt: str, tokens: int, work: str | None, tpu: bool) -> None:
+    """Continue a prompt with the generated kernel, greedily; without a TPU it is interpreted."""
+    made = asked.plan()
+    from mkgen.generate.command import generate as run
+    run(made, source, prompt, tokens, Path(work or f"build/generate/{made.spec.model.name}"), tpu, asked.json)
+
+
 if __name__ == "__main__":
     main()

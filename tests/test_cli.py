@@ -288,7 +288,7 @@ def test_pack(stage, tmp_path, answer, code):
 def test_every_package_is_in_the_wheel():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "mkgen").rglob("*.py")}
-    assert listed == sorted(listed) and set(listed) == found | {"mkgen.templates"}
+    assert listed == sorted(listed) and set(listed) == found | {"mkgen.hub", "mkgen.templates"}
 
 
 def test_ci_runs_the_readme_s_test_command():

@@ -1,0 +1,1 @@
+"""Text from a prompt through the generated kernel: tokenizer, checkpoint, pack, module, steps."""
