@@ -42,7 +42,8 @@ def place_text(b: Buffer) -> str:
 def libraries(plan: Plan) -> list[str]:
     """Helper sections that the plan's steps call, in a fixed order."""
     kinds = {op.kind for sub in plan.graph.sublayers() for op in sub.ops}
-    wanted = (("delta", {"short_conv", "delta_rule"}), ("attention", {"gqa_attention", "mla_attention"}), ("experts", {"routed_experts"}))
+    wanted = (("delta", {"short_conv", "delta_rule"}), ("rope", {"rope_table"}), ("attention", {"gqa_attention", "mla_attention"}),
+              ("gqa", {"gqa_attention"}), ("mla", {"mla_attention"}), ("experts", {"routed_experts"}))
     return [name for name, needs in wanted if kinds & needs]
 
 
@@ -83,15 +84,11 @@ def render_kernel(plan: Plan) -> str:
     missing = [any(run[i] is None for run in plan.graph.layers) for i in (0, 1)]
     functions = {r.name: function(r) for r in regions}
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
-    kv = spec.model.mixers.values()
-    attention = {type(a).__name__.lower() for a in kv} | {"rope" for a in kv if getattr(a, "rope", None)}
-    attention |= {"qk_norm" for a in kv if getattr(a, "qk_norm", None)}
-    heads = bool({"qk_norm", "gqa", "mla"} & attention) or {"delta", "experts"} & set(libraries(plan))
     acts = {f.activation.kind for f in spec.model.ffns.values()}
     env.globals.update(rounding(plan))
     text = env.get_template("kernel.py.j2").render(
-        plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan), attention=attention,
-        heads=heads, kv_batch=max(1, spec.build.kv_slots // 2), activations=acts, expert_activation=expert_activation(plan),
+        plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan),
+        kv_batch=max(1, spec.build.kv_slots // 2), activations=acts, expert_activation=expert_activation(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
         has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1], none_kinds=any(missing),
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],

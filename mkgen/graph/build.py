@@ -8,6 +8,7 @@ from mkgen.graph.ops.ends import Embed, Enter, Greedy
 from mkgen.graph.ops.linear import Linear
 from mkgen.graph.ops.mixture import BlockAdd, BlockMixture
 from mkgen.graph.ops.norm import norm
+from mkgen.graph.ops.rope import tables
 from mkgen.spec.model import Model, Spec
 
 
@@ -18,7 +19,7 @@ def build_graph(spec: Spec) -> LayerGraph:
     used = {run.mixer for run in model.schedule}, {run.ffn for run in model.schedule}
     mixers = {n: stream.sublayer(n, "mixer", MIXERS, k, spec) for n, k in model.mixers.items() if n in used[0]}
     ffns = {n: stream.sublayer(n, "ffn", FFNS, k, spec) for n, k in model.ffns.items() if n in used[1]}
-    return LayerGraph(begin=stream.begin(), mixers=mixers, ffns=ffns, end=stream.end(),
+    return LayerGraph(begin=stream.begin(mixers), mixers=mixers, ffns=ffns, end=stream.end(),
                       layers=tuple((run.mixer, run.ffn) for run in model.schedule), facts=stream.facts())
 
 
@@ -58,10 +59,12 @@ class Stream:
             ops.append(ResidualAdd(f"{name}.add", self.x, out))
         return SubLayer(name, role, tuple(ops), doc=(make.__doc__ or "").strip().split("\n")[0])
 
-    def begin(self) -> SubLayer:
+    def begin(self, mixers: dict[str, SubLayer]) -> SubLayer:
         table = Weight("embed", (self.model.vocab, self.model.hidden), ("embed",), "rows", split=0, units=self.model.vocab)
         x = Value("embedded", self.model.hidden, "f32")
-        return SubLayer("begin", "begin", (Embed("embed", x, table), Enter("enter", x, self.x)), doc="Embedding rows of the tokens.")
+        turned = {name: op.rotation for name, sub in mixers.items() for op in sub.ops if getattr(op, "rotation", None)}
+        doc = "Embedding rows of the tokens" + ("; how far each kind's heads are turned." if turned else ".")
+        return SubLayer("begin", "begin", (*tables(turned), Embed("embed", x, table), Enter("enter", x, self.x)), doc=doc)
 
     def end(self) -> SubLayer:
         model = self.model

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mkgen.graph.frequencies import lanes
+from mkgen.spec.parts import Rope, RopeScaling
+
 
 def linear(w: np.ndarray) -> np.ndarray:
     """[N, K] -> [K, N]."""
@@ -48,13 +51,25 @@ def second_half_heads(w: np.ndarray, first: int, second: int) -> np.ndarray:
     return w.reshape(heads, first + second, -1)[:, first:].reshape(heads * second, -1).T
 
 
+def rope(layout: str, head_dim: str, width: str, base: str, kind: str = "", *numbers: str) -> np.ndarray:
+    """Rotary frequencies of a head's features, see graph.frequencies; `numbers` are RopeScaling's fields up to `truncate`."""
+    scaling = None
+    if kind:
+        factor, context, low, high, fast, slow, truncate = numbers
+        scaling = RopeScaling(kind, float(factor), int(context), float(low), float(high), float(fast), float(slow), truncate == "1")
+    return lanes(Rope(float(base), layout=layout, scaling=scaling), int(width), int(head_dim))
+
+
 RULES = {f.__name__: f for f in (linear, rows, vector, product, taps, exp)}
 
 
 def assemble(rule: str, *tensors: np.ndarray) -> np.ndarray:
-    """`rule` is a name in RULES, or first_half_heads(a,b) / second_half_heads(a,b) with its two widths."""
+    """`rule` is a name in RULES; first_half_heads(a,b) / second_half_heads(a,b) with its two widths; or rope(..) with all that
+    it says, of no tensor."""
     if "(" in rule:
         name, args = rule[:-1].split("(")
+        if name == "rope":
+            return rope(*args.split(","))
         first, second = (int(a) for a in args.split(","))
         return {"first_half_heads": first_half_heads, "second_half_heads": second_half_heads}[name](tensors[0], first, second)
     return RULES[rule](*tensors)

@@ -86,7 +86,7 @@ def write_weights(plan: Plan, reader: Reader, images: dict[str, dict[int, np.nda
         else:
             for rank, tape in images["tape"].items():
                 put_weight(places, rank, tape, layer, weight.name, value)
-        tell(tensor_names(plan, weight, layer)[0])
+        tell((tensor_names(plan, weight, layer) or (weight.name,))[0])       # a constant of the spec has no tensor
 
 
 def write_experts(plan: Plan, reader: Reader, images: dict[int, np.ndarray], tell: Callable[[str], None]) -> None:

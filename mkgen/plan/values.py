@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mkgen.graph.ir import Value
 from mkgen.plan.memory import Place, ROWS_PADDED, identifier
 from mkgen.plan.regions import Buffer
-from mkgen.plan.shard import local_units
+from mkgen.plan.shard import local_units, sharers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Values:
 
     def place_carried(self, v: Value) -> None:
         shape = (ROWS_PADDED, v.width) if v.planes == 0 else (v.planes, ROWS_PADDED, v.width)
-        self.buffer(v.name, shape, self.dtype(v), "the residual stream" if v.planes == 0 else "snapshots of the residual stream")
+        known = {"running": "the residual stream", "snapshots": "snapshots of the residual stream"}
+        self.buffer(v.name, shape, self.dtype(v), known.get(v.name) or f"{self.op.kind.replace('_', ' ')}, all layers")
         self.memory.places[v.name] = Place(identifier(v.name), 0, v.width, self.dtype(v), "whole")
 
     def ref(self, v: Value) -> str:
@@ -105,6 +106,11 @@ class Values:
             name = self.room(v.name, width or local, dtype or self.dtype(v), self.op.kind.replace("_", " "))
             p = self.memory.places[v.name] = Place(name, 0, local, dtype or self.dtype(v), spread)
         return Target(f"m.{p.buffer}", p.dtype, p.width)
+
+    def counts(self, v: Value) -> str | None:
+        """Where ranks hold copies of one unit of v: source text that is true on one of them only; None if none does."""
+        copies = sharers(self.ranks, v.groups) if v.groups == v.units < self.ranks and self.place(v).spread == "split" else 1
+        return None if copies == 1 else f'lax.rem(lax.axis_index("tp"), {copies}) == 0'
 
     def alias(self, x: Value, ys: tuple[Value, ...]) -> None:
         p, at = self.place(x), 0

@@ -58,22 +58,24 @@ class Weights:
         if self.open is not None and sum(e.rows for e in self.open) + rows > self.memory.slot_rows:
             self.close()
 
-    def vector(self, *ws: Weight) -> str:
-        """Source text [lane_rows, 128] float32 of one family, or of several side by side (line by line for taps)."""
-        at, v = self.vector_at(*ws)
+    def vector(self, *ws: Weight, whole: bool = False) -> str:
+        """Source text [lane_rows, 128] float32 of one family, or of several side by side (line by line for taps). whole: all of
+        it on every rank, although it could be shared out."""
+        at, v = self.vector_at(*ws, whole=whole)
         rows = f"tape_rows(m, g, {at}, {v.rows})"
         return f"bitcast({rows}, f32)" if v.dtype == "f32" else f"bitcast({rows}, bf16).astype(f32)"
 
-    def vector_at(self, *ws: Weight) -> tuple[int, Vector]:
+    def vector_at(self, *ws: Weight, whole: bool = False) -> tuple[int, Vector]:
         """The row of the open chunk where the families lie, and how."""
-        v = self.memory.vectors[self.vector_of(*ws).name] = self.vector_of(*ws)
+        v = self.vector_of(*ws, whole=whole)
+        self.memory.vectors[v.name] = v
         self.memory.weights.update({w.name: w for w in ws})
         return self.take(v.rows, v.name), v
 
-    def vector_of(self, *ws: Weight) -> Vector:
+    def vector_of(self, *ws: Weight, whole: bool = False) -> Vector:
         """How the families are stored, side by side."""
         name = ws[0].name if len(ws) == 1 else "+".join(w.name for w in ws)
-        whole = self.ranks == 1 or all(w.split is None for w in ws)
+        whole = whole or self.ranks == 1 or all(w.split is None for w in ws)
         lines = ws[0].shape[0] if len(ws[0].shape) == 2 else 1
         width = sum(self.width(w, len(w.shape) - 1, whole) for w in ws)
         return Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)

@@ -16,6 +16,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from mkgen.graph.ir import LayerGraph, Weight
+from mkgen.graph.weights import assemble
 from mkgen.pack.formats import GROUP, ONE, VALUES, dequantise_mxfp4
 from mkgen.spec.model import Spec
 
@@ -66,6 +67,8 @@ class RandomParams:
         return _bf16(self._rng(weight, layer, expert).standard_normal((k, n)) / math.sqrt(k))
 
     def _make(self, weight: Weight, layer: int) -> np.ndarray:
+        if not weight.roles:  # a constant of the spec
+            return assemble(weight.assemble)
         w = self._draw(weight, self._rng(weight, layer))
         twin = self._queries(weight)
         if twin is not None:

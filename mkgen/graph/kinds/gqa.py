@@ -3,33 +3,53 @@ from __future__ import annotations
 
 from mkgen.graph.ir import Op, Value, Weight
 from mkgen.graph.kinds.common import Made, columns, out
-from mkgen.graph.ops.attention import GqaAttention, QkNormRope
-from mkgen.graph.ops.elementwise import SigmoidGate
+from mkgen.graph.ops.bias import biased
+from mkgen.graph.ops.gate import OutputGate, gate_of
+from mkgen.graph.ops.gqa_attention import GqaAttention
 from mkgen.graph.ops.linear import Linear
+from mkgen.graph.ops.qk import QkNormRope, QkSquares
+from mkgen.graph.ops.rope import rotation
 from mkgen.spec.model import Gqa, Spec
 
 
 def gqa(name: str, a: Gqa, h: Value, spec: Spec) -> Made:
     """Grouped-query attention with a positional cache."""
     hd, hidden = a.head_dim, h.width
-    q, k, v = (Value(f"{name}.{c}", n * hd, units=n, groups=a.kv_heads) for c, n in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads)))
-    ys = [q, k, v]
-    ops: list[Op] = []
+    made = {c: Value(f"{name}.{c}", n * hd, "f32" if c in a.bias else "bf16", units=n, groups=a.kv_heads)
+            for c, n in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads))}
     if a.gate:
-        ys.append(Value(f"{name}.g", a.heads * hd, units=a.heads, groups=a.kv_heads))
-    ws = tuple(columns(y.name, hidden, y.width, y.units, groups=y.groups) for y in ys)
-    ops.append(Linear(f"{name}.qkv", h, tuple(ys), ws))
-    if a.qk_norm or a.rope:
-        qr, kr = (Value(f"{v.name}_rope", v.width, units=v.units, groups=v.groups) for v in (q, k))
-        norms = [Weight(f"{name}.{c}_norm", (hd,), (f"{name}.{c}_norm",), "vector") if a.qk_norm else None for c in "qk"]
-        ops.append(QkNormRope(f"{name}.qk", q, k, qr, kr, *norms, eps=a.qk_norm.eps if a.qk_norm else 0.0, head_dim=hd,
-                              base=a.rope.base if a.rope else None, width=(a.rope.width or hd) if a.rope else 0))
-        q, k = qr, kr
+        made["g"] = gate_of(f"{name}.g", a.gate, a.heads, hd, a.kv_heads)
+    ys = tuple(made.values())
+    ops: list[Op] = [Linear(f"{name}.qkv", h, ys, tuple(columns(y.name, hidden, y.width, y.units, groups=y.groups) for y in ys))]
+    for c in [c for c in "qkv" if c in a.bias]:
+        ops.append(biased(made[c], f"{name}.{c}_bias"))
+        made[c] = ops[-1].y
+    more, q, k = queries_and_keys(name, a, made["q"], made["k"])
     o = Value(f"{name}.attended", a.heads * hd, units=a.heads, groups=a.kv_heads)
-    ops.append(GqaAttention(f"{name}.attention", q, k, v, o, a.heads, a.kv_heads, hd, spec.build.context, f"{name}.cache"))
+    ops += [*more, GqaAttention(f"{name}.attention", q, k, made["v"], o, a.heads, a.kv_heads, hd, spec.build.context, f"{name}.cache")]
     if a.gate:
         gated = Value(f"{name}.gated", o.width, units=a.heads, groups=a.kv_heads)
-        ops.append(SigmoidGate(f"{name}.gate", o, ys[3], gated))
+        ops.append(OutputGate(f"{name}.gate", o, made["g"], gated, a.gate, hd))
         o = gated
     last, y = out(name, o, hidden)
     return ops + last, y
+
+
+def queries_and_keys(name: str, a: Gqa, q: Value, k: Value) -> tuple[list[Op], Value, Value]:
+    """Norm, rotation and temperature, as far as there are any."""
+    turn, norm = rotation(name, a.rope, a.head_dim), a.qk_norm
+    if not (turn or norm or a.query_temperature):
+        return [], q, k
+    ops: list[Op] = []
+    weights: list[Weight | None] = [None, None]
+    squares = None
+    full = norm is not None and norm.scope == "full"
+    if full:
+        squares = Value(f"{name}.qk_squares", 2, "f32")
+        ops.append(QkSquares(f"{name}.qk_squares", q, k, squares))
+    if norm is not None and norm.weight != "none":
+        weights = [Weight(f"{name}.{c}_norm", (x.width if full else a.head_dim,), (f"{name}.{c}_norm",), "vector",
+                          split=0 if full else None, units=x.units if full else 1, groups=x.groups if full else 0) for c, x in (("q", q), ("k", k))]
+    qr, kr = (Value(f"{name}.{c}_rope", x.width, units=x.units, groups=x.groups) for c, x in (("q", q), ("k", k)))
+    ops.append(QkNormRope(f"{name}.qk", q, k, qr, kr, a.head_dim, norm, *weights, squares, turn, a.query_temperature))
+    return ops, qr, kr

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 from mkgen.graph.ir import Op, Value
 from mkgen.graph.kinds.common import Made, columns, out
-from mkgen.graph.ops.attention import MlaAttention
-from mkgen.graph.ops.elementwise import SigmoidGate, Split
+from mkgen.graph.ops.elementwise import Split
+from mkgen.graph.ops.gate import OutputGate, gate_of
 from mkgen.graph.ops.linear import Linear
+from mkgen.graph.ops.mla_attention import MlaAttention
 from mkgen.graph.ops.norm import norm
 from mkgen.spec.model import Mla, Norm, Spec
 
@@ -15,10 +16,10 @@ def mla(name: str, a: Mla, h: Value, spec: Spec) -> Made:
     hidden, heads, score = h.width, a.heads, a.nope_dim + a.rope_dim
     qa = Value(f"{name}.q_a", a.q_rank, units=a.q_rank)
     kv = Value(f"{name}.kv_a", a.kv_rank + a.rope_dim, units=a.kv_rank + a.rope_dim)
-    g = Value(f"{name}.g", heads * a.v_dim, units=heads, groups=heads)
     ops: list[Op] = [Linear(f"{name}.q_a", h, (qa,), (columns(f"{name}.q_a", hidden, a.q_rank),)),
                      Linear(f"{name}.kv_a", h, (kv,), (columns(f"{name}.kv_a", hidden, kv.width),))]
     if a.gate:
+        g = gate_of(f"{name}.g", a.gate, heads, a.v_dim, heads)
         ops.append(Linear(f"{name}.g", h, (g,), (columns(f"{name}.g", hidden, g.width, heads, groups=heads),)))
     lat, key = Value(f"{name}.latent_raw", a.kv_rank), Value(f"{name}.key", a.rope_dim)
     ops.append(Split(f"{name}.kv", kv, (lat, key)))
@@ -36,7 +37,7 @@ def mla(name: str, a: Mla, h: Value, spec: Spec) -> Made:
                             spec.build.context, f"{name}.cache"))
     if a.gate:
         gated = Value(f"{name}.gated", o.width, units=heads, groups=heads)
-        ops.append(SigmoidGate(f"{name}.gate", o, g, gated))
+        ops.append(OutputGate(f"{name}.gate", o, g, gated, a.gate, a.v_dim))
         o = gated
     last, y = out(name, o, hidden)
     return ops + last, y

@@ -108,37 +108,6 @@ class GatedActivation(Op):
 
 
 @dataclass(frozen=True)
-class SigmoidGate(Op):
-    """y = r(x * r(sigmoid(g)))."""
-    x: Value
-    g: Value
-    y: Value
-    kind = "sigmoid_gate"
-    rounds = "the gate, then y"
-
-    def inputs(self):
-        return (self.x, self.g)
-
-    def outputs(self):
-        return (self.y,)
-
-    def needs(self, spread):
-        return {}
-
-    def gives(self, spread):
-        return {self.y.name: spread[self.x.name]}
-
-    def cost(self):
-        return Cost(flops=4 * self.y.width)
-
-    def meaning(self, env):
-        env.put(self.y, env[self.x] * env.r(jax.nn.sigmoid(env[self.g])))
-
-    def lower(self, b):
-        b.step(self, "elementwise", "sigmoid_gate", x=b.read(self.x, "bf16"), g=b.read(self.g, "f32"), y=b.write(self.y))
-
-
-@dataclass(frozen=True)
 class Split(Op):
     """ys = x cut into consecutive runs of columns: names for parts, no work."""
     x: Value
