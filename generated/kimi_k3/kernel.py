@@ -91,6 +91,11 @@ def norm_heads(x, w, eps):
     scales = [lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + eps) for h in heads]
     return jnp.concatenate([h * s * w for h, s in zip(heads, scales)], axis=1)
 
+def per_head(x, head_dim):
+    """[r, heads] -> [r, heads * head_dim]: each head's number on all its lanes."""
+    wide = (x.shape[0], head_dim)
+    return jnp.concatenate([jnp.broadcast_to(h, wide) for h in heads_of(x, 1)], axis=1)
+
 def situ(gate, up, beta, linear_beta):
     bounded = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate)
     return bounded * (linear_beta * jnp.tanh(up / linear_beta))
@@ -364,11 +369,6 @@ def open_exchanges(m):
     pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
 
 # ---- delta rule ----------------------------------------------------------------------------------
-
-def per_head(x, head_dim):
-    """[r, heads] -> [r, heads * head_dim]: each head's number on all its lanes."""
-    wide = (x.shape[0], head_dim)
-    return jnp.concatenate([jnp.broadcast_to(h, wide) for h in heads_of(x, 1)], axis=1)
 
 def l2_heads(x, head_dim, eps):
     """Each head divided by its length."""
@@ -1171,7 +1171,7 @@ def places(rows):
         "kv_items": smem((131,), i32),  # row << 16 | tile of every tile to be read
         "kv_count": smem((1,), i32),  # how many
         "attended": vmem((8, 384), f32),  # mla attention
-        "mla_gated": vmem((8, 384), f32),  # sigmoid gate
+        "mla_gated": vmem((8, 384), f32),  # output gate
         "gate_up_y": vmem((8, 2176), f32),  # gate | up, not rounded
         "act": vmem((8, 1056), f32),  # gated activation
         "down_y": vmem((8, 7168), f32),  # out, not rounded

@@ -15,7 +15,6 @@ bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or `round_bf16` 
 from __future__ import annotations
 
 import functools
-import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -258,6 +257,24 @@ def open_exchanges(m):
             pl.semaphore_signal(barrier, 1, device_id=(peer(stage, step),), device_id_type=mesh)
     pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
 
+# ---- rotary embedding ----------------------------------------------------------------------------
+#
+# A frequency is negative at the first feature of a pair, whose sine is subtracted, and 0 where
+# nothing is turned: x * cos + (the other of its pair) * sin is the rotation, whatever the layout.
+
+def rope_angles(m, frequency):
+    """[8, n]: position * frequency, in float32 as the frequencies are; frequency [1, n]."""
+    shape = (ROWS_PADDED, frequency.shape[1])
+    return jnp.broadcast_to(jnp.maximum(m.position_column[...], 0), shape).astype(f32) * frequency
+
+def rotate_halves(x, head_dim, width, cos, sin):
+    """Rotates feature j with j + width / 2, in each head of x [8, heads * head_dim] f32."""
+    half, out = width // 2, []
+    for y in heads_of(x, head_dim):
+        other = [y[:, half:width], y[:, :half], *([y[:, width:]] if width < head_dim else [])]
+        out.append(y * cos + jnp.concatenate(other, axis=1) * sin)
+    return jnp.concatenate(out, axis=1)
+
 # ---- attention over a positional cache -----------------------------------------------------------
 #
 # A cache is u32 [layers, rows, blocks, context / 2, 128]: a word holds tokens 2 i (low half) and
@@ -399,26 +416,6 @@ def gqa_output(kv, heads, head_dim, kv_heads):
 
 def whole_blocks(width):
     return -(-width // LANES) * LANES
-
-def rope_tables(m, base, width, head_dim):
-    """cos, sin [8, head_dim]: x * cos + swapped halves * sin rotates `width` features."""
-    shape = (ROWS_PADDED, head_dim)
-    lane = lax.broadcasted_iota(i32, shape, 1)
-    position = jnp.broadcast_to(jnp.maximum(m.position_column[...], 0), shape).astype(f32)
-    half = width // 2
-    pair = jnp.where(lane < half, lane, lane - half).astype(f32)
-    angle = position * jnp.exp(pair * (-math.log(base) / half))
-    sin = jnp.sin(angle)
-    cos = jnp.where(lane < width, jnp.cos(angle), 1.0)
-    return cos, jnp.where(lane < width, jnp.where(lane < half, -sin, sin), 0.0)
-
-def rotate_heads(x, head_dim, width, cos, sin):
-    """Half-split rotation of each head of x [8, heads * head_dim]."""
-    half, out = width // 2, []
-    for y in heads_of(x, head_dim):
-        swapped = [y[:, half:width], y[:, :half], *([y[:, width:]] if width < head_dim else [])]
-        out.append(y * cos + jnp.concatenate(swapped, axis=1) * sin)
-    return jnp.concatenate(out, axis=1)
 
 # ---- routed experts ------------------------------------------------------------------------------
 
@@ -571,13 +568,21 @@ def tape_copy(m, g):
 # ---- sub-layers ----------------------------------------------------------------------------------
 
 def begin(m, g):
-    """Embedding rows of the tokens."""
+    """Embedding rows of the tokens; how far each kind's heads are turned."""
+    tape_copy(m, g).wait()  # attention.rope 0
+    # -- attention.rope
+    frequency = line(bitcast(tape_rows(m, g, 0, 8), f32), 128)
+    angle = rope_angles(m, frequency)
+    m.attention_cos[...] = jnp.cos(angle)
+    m.attention_sin[...] = jnp.sin(angle)
     for row in range(m.rows):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).start())
     for row in range(m.rows):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).wait())
     # -- embed
     m.embedded[...] = embedded_rows(m, 2048)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
     all_reduce(m, m.embedded, 2048)
     # -- enter
     m.running[...] = m.embedded[...].astype(bf16)
@@ -614,9 +619,9 @@ def attention_mixer(m, layer, index, g):
     k = round_bf16(
         norm_heads(k, line(bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32), 128), 1e-06)
     )
-    cos, sin = rope_tables(m, 1000000.0, 128, 128)
-    q = rotate_heads(q, 128, 128, cos, sin)
-    k = rotate_heads(k, 128, 128, cos, sin)
+    cos, sin = m.attention_cos[...], m.attention_sin[...]
+    q = rotate_halves(q, 128, 128, cos, sin)
+    k = rotate_halves(k, 128, 128, cos, sin)
     m.q_rope[...] = q.astype(bf16)
     m.k_rope[...] = k.astype(bf16)
     # -- attention.attention
@@ -757,7 +762,7 @@ OPERANDS = {  # name: where
     "positions": pltpu.SMEM,  # position of each row; -1: inactive
     "chunks": pltpu.SMEM,  # first row and rows of each chunk of the tape
     "facts": pltpu.SMEM,  # per-layer data, FACTS words a layer
-    "tape": pl.ANY,  # u32 [695816, 128]
+    "tape": pl.ANY,  # u32 [695824, 128]
     "experts": pl.ANY,  # u32 [1536, 9216, 128]
     "embedding": pl.ANY,  # u32 [151936, 128]
 }
@@ -779,6 +784,8 @@ def places(rows):
     """VMEM, SMEM and semaphores of one core."""
     vmem, smem, dma = pltpu.VMEM, pltpu.SMEM, pltpu.SemaphoreType.DMA
     return {
+        "attention_cos": vmem((8, 128), f32),  # rope table, all layers
+        "attention_sin": vmem((8, 128), f32),  # rope table, all layers
         "embed_words": vmem((8, rows, 128), u32),  # embedding rows, two features a word
         "embed_sem": dma,  # embedding rows
         "embedded": vmem((8, 2048), f32),  # embed
