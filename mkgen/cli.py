@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mkgen.cli_base import Guarded, Asked, debug_option, finish, spec_options
+from mkgen.cli_base import Guarded, Asked, debug_option, finish, finish_input, spec_options
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -127,6 +127,41 @@ def generate(asked: Asked, source: str, prompt: str, tokens: int, work: str | No
     made = asked.plan()
     from mkgen.generate.command import generate as run
     run(made, source, prompt, tokens, Path(work or f"build/generate/{made.spec.model.name}"), tpu, asked.json)
+
+
+@main.command("import-hf")
+@click.argument("config", type=click.Path())
+@click.option("-o", "--out", type=click.Path(dir_okay=False), metavar="FILE", help="Where the spec goes; if not given, it is printed.")
+@click.option("--name", metavar="NAME", help="The model's name; the file's name if not given.")
+@click.option("--given", multiple=True, metavar="KEY=VALUE",
+              help="Say what the config does not: --given layer_types='(sliding_attention*5 full_attention)*8'. Repeatable.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="A key of the config that the decoder does not need. Repeatable.")
+@click.option("--model-only", is_flag=True, help="Write no build section.")
+@click.option("--chip", default="tpu7x", metavar="NAME", help="The chip of the build section.")
+@click.option("--force", is_flag=True, help="Write over an existing FILE.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@debug_option
+def import_hf(config: str, out: str | None, name: str | None, given: tuple[str, ...], ignore: tuple[str, ...], model_only: bool,
+              chip: str, force: bool, as_json: bool) -> None:
+    """Write the spec of a Hugging Face CONFIG (config.json, or its folder), or say why it cannot be one.
+
+    Every key of the config is used, known to be of no consequence, or refused; all reasons come at once.
+    """
+    from mkgen.importing import ImportRefused, import_hf as run
+    from mkgen.importing.importer import identifier
+    from mkgen.show import importing as show
+    target = Path(out) if out else None
+    if target and target.exists() and not force:
+        raise click.UsageError(f"{target} exists; --force writes over it")
+    try:
+        made = run(config, name or (identifier(target.stem) if target else None), given, ignore, model_only, chip)
+    except ImportRefused as refused:
+        show.refused(refused, as_json)
+        finish_input()
+    if target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(made.text, encoding="utf-8")
+    show.imported(made, target, as_json)
 
 
 if __name__ == "__main__":

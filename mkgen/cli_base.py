@@ -141,3 +141,8 @@ def spec_options(command: Callable) -> Callable:
 def finish(good: bool) -> None:
     """Ends the program: 0 for a good verdict, 1 for a bad one."""
     click.get_current_context().exit(0 if good else BAD_VERDICT)
+
+
+def finish_input() -> None:
+    """Ends the program after an input was refused and the reasons were shown."""
+    click.get_current_context().exit(BAD_INPUT)

@@ -61,6 +61,16 @@ def load_spec(path: str | Path, overlays: Iterable[str | Path] = (), sets: Itera
     return spec
 
 
+def read_model(root: Map) -> tuple[Model, Where, list[Problem]]:
+    """The `model:` section of a parsed spec by itself, not validated; values that could not be read are BAD."""
+    reader = Reader({**MIXERS, **FFNS})
+    model = _section(reader, Model, "model", root.entries.get("model"), root)
+    problems = reader.problems
+    if model is not BAD:
+        model = replace(model, schedule=_schedule(model, reader.where, problems))
+    return model, reader.where, problems
+
+
 def _root(path: str | Path, problems: list[Problem]) -> Map | None:
     node, found = read_yaml(path)
     problems += found
