@@ -44,9 +44,9 @@ def build_section(config: Config, model: Model, chip: str, unquantised: set[str]
             record.refuse("", f"the weights take {size / 1e9:,.0f} GB, more than the largest known mesh of {chip} holds",
                           "--model-only writes the model without a build")
             return None
-        notes["mesh"] = "no mesh that holds the weights divides the heads and experts evenly: choose other factors"
+        notes["mesh"] = "no mesh that holds the weights can share them out evenly: choose other factors"
     chosen = Build(**{**chosen.__dict__, "formats": how})
-    rule = f"# The smallest mesh whose HBM holds the weights ({size / 1e9:,.1f} GB) in {SHARE:.0%} of it, and that divides heads and experts."
+    rule = f"# The smallest mesh whose HBM holds the weights ({size / 1e9:,.1f} GB) in {SHARE:.0%} of it, and that can share out the model."
     return BuildSection(_entry(chosen), chosen, size, notes, {"mesh": [rule]})
 
 
@@ -75,11 +75,11 @@ def meshes(target: Target) -> Iterator[dict[str, int]]:
 
 
 def fits(model: Model, build: Build) -> bool:
-    """Whether heads, kv heads, experts and their widths divide; the builder's own checks say so."""
+    """Whether the model can be split so: the builder's own checks say, all but those of the formats."""
     found: list = []
     checker = Checker(Spec(model, build, ""), found)
     checker.target = load_target(build.chip)
-    for check in (checks_build.mesh, checks_build.parallel, checks_build.heads, checks_build.experts):
+    for check in checks_build.CHECKS:
         checker.run(check)
     return not found
 
