@@ -55,7 +55,8 @@ def function(r: Region) -> str:
 def rounding(plan: Plan) -> dict:
     """What templates write where a value is rounded: nothing if activations stay float32, and products split them."""
     split = plan.spec.build.activations == "f32"
-    return {"split": split, "cast": "" if split else ".astype(bf16)", "rounded": "" if split else "round_bf16",
+    wide = split or plan.spec.model.residual.dtype == "f32"
+    return {"split": split, "cast": "" if split else ".astype(bf16)", "stream_cast": "" if wide else ".astype(bf16)", "rounded": "" if split else "round_bf16",
             "lhs_rows": "TERM_ROWS" if split else "ROWS_PADDED"}
 
 
@@ -90,7 +91,7 @@ def render_kernel(plan: Plan) -> str:
         plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan),
         kv_batch=max(1, spec.build.kv_slots // 2), activations=acts, expert_activation=expert_activation(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
-        has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1], none_kinds=any(missing),
+        has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1],
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],
         scratch_buffers=[b for b in buffers if b.space in ("vmem", "smem", "dma_sem")], shape=shape_text, place=place_text,
         vmem_limit=plan.target.vmem_bytes)

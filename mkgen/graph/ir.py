@@ -23,6 +23,7 @@ class Value:
     units: int = 1
     groups: int = 0
     carried: bool = False                # lives from sub-layer to sub-layer (the residual stream)
+    partial: bool = False                # carried as one term a rank of a sum over the ranks
     planes: int = 0                      # copies a row (the snapshots of a residual scheme); 0: one, without an axis of its own
 
 

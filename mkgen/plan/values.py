@@ -8,6 +8,9 @@ from mkgen.plan.memory import Place, ROWS_PADDED, identifier
 from mkgen.plan.regions import Buffer
 from mkgen.plan.shard import local_units, sharers
 
+CARRIED = {"running": "the residual stream", "snapshots": "snapshots of the residual stream",
+           "normed": "what both branches of a layer read", "branch": "what a layer's mixer made, one rank's term"}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -37,9 +40,10 @@ class Values:
 
     def place_carried(self, v: Value) -> None:
         shape = (ROWS_PADDED, v.width) if v.planes == 0 else (v.planes, ROWS_PADDED, v.width)
-        known = {"running": "the residual stream", "snapshots": "snapshots of the residual stream"}
-        self.buffer(v.name, shape, self.dtype(v), known.get(v.name) or f"{self.op.kind.replace('_', ' ')}, all layers")
-        self.memory.places[v.name] = Place(identifier(v.name), 0, v.width, self.dtype(v), "whole")
+        purpose = CARRIED.get(v.name) or f"{self.op.kind.replace('_', ' ')}, all layers"
+        self.buffer(v.name, shape, self.dtype(v), purpose)
+        spread = "partial" if v.partial and self.ranks > 1 else "whole"
+        self.memory.places[v.name] = Place(identifier(v.name), 0, v.width, self.dtype(v), spread)
 
     def ref(self, v: Value) -> str:
         """The ref that holds v."""

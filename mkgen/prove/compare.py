@@ -52,17 +52,18 @@ def whole_logits(plan: Plan, local: np.ndarray, rows: int) -> np.ndarray:
 def logits(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.ndarray) -> list[Rung]:
     """Logits, greedy token, and that all ranks name the same token."""
     worst, counted, wrong, apart, left = 0.0, 0, [], [], 0
+    usable = plan.spec.model.usable_vocab or plan.spec.model.vocab
     for i, (n, local, tokens) in enumerate(zip(trace.steps, trace.logits, trace.tokens)):
         step, got = scenario.steps[n], whole_logits(plan, local, trace.rows)
         for row in np.flatnonzero(step.positions >= 0):
             if (tokens[:, row] != tokens[0, row]).any():
                 apart.append(f"step {n} row {row}: {sorted(set(tokens[:, row].tolist()))}")
-            if tokens[0, row] != np.argmax(got[row]):
-                wrong.append(f"step {n} row {row}: token {tokens[0, row]}, its own logits say {np.argmax(got[row])}")
+            if tokens[0, row] != np.argmax(got[row, :usable]):
+                wrong.append(f"step {n} row {row}: token {tokens[0, row]}, its own logits say {np.argmax(got[row, :usable])}")
             if excused[i, row]:
                 left += 1
                 continue
-            want, spread = step.logits[row], np.ptp(step.logits[row])
+            want, spread = step.logits[row, :usable], np.ptp(step.logits[row])
             worst, counted = max(worst, errors(plan, scenario, trace, i)[row]), counted + 1
             first, second = np.sort(np.append(want, -np.inf))[[-1, -2]]
             if tokens[0, row] != np.argmax(want) and first - second > LOGITS * spread:

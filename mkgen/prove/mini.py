@@ -30,6 +30,7 @@ NARROW = 64  # and where gate and up are to fill one block's columns
 EXPERT_INPUT = 384  # one whole 256-deep product and a rest
 EXPERT_WIDTH = 96  # a rank's
 LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
+SOFTCAP = 2.0  # of logits, before their scale
 VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
 TILE, TILES = 16, 4
 BLOCK_KIB = 48, 64, 96, 128  # the first that can hold a block of every matrix: most are cut, along K too
@@ -98,11 +99,14 @@ def _model(spec: Spec, build: Build) -> Model:
         name: _mlp(kind, spec.build, build) if isinstance(kind, Mlp) else _moe(kind, spec.build, build)
         for name, kind in old.ffns.items()
     }
-    residual = old.residual if old.residual.kind == "add" else replace(old.residual, block=_block(runs))
+    residual = replace(old.residual, block=_block(runs)) if old.residual.kind == "block_softmax" else old.residual
+    vocab = min(old.vocab, build.ranks * VOCAB - 3)
     return replace(
         old,
         hidden=like(old.hidden, HIDDEN),
-        vocab=min(old.vocab, build.ranks * VOCAB - 3),
+        vocab=vocab,
+        usable_vocab=old.usable_vocab and min(old.usable_vocab, 2 * vocab // 3),  # some row's best id is not usable
+        logit_softcap=min(old.logit_softcap, abs(old.logit_scale) * SOFTCAP),  # it bends
         layers=len(runs),
         mixer=schedule.to_text(mixer),
         ffn=schedule.to_text(ffn),
@@ -150,7 +154,13 @@ def _columns(model: Model) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Both columns with every count cut to two, then brought to one length and at least two layers."""
     columns = [tuple(_shrink(item) for item in schedule.parse(text)) for text in (model.mixer, model.ffn)]
     layers = max(*map(schedule.length, columns), min(model.layers, 2))
-    return tuple(_lengthen(column, layers) for column in columns)
+    columns = [_lengthen(column, layers) for column in columns]
+    runs = [(run.mixer, run.ffn) for run in model.schedule]
+    if set(zip(*map(schedule.expand, columns))) != set(runs):  # they fell out of step: each pair of the model twice
+        pairs = 2 * list(dict.fromkeys(runs))
+        pairs += [runs[-1]] * (pairs[-1] != runs[-1])
+        columns = [tuple(map(Name, column)) for column in zip(*pairs)]
+    return tuple(columns)
 
 
 def _shrink(item: Item) -> Item:

@@ -16,6 +16,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from mkgen.graph.ir import LayerGraph, Weight
+from mkgen.graph.ops.norm import Normalise
 from mkgen.graph.weights import assemble
 from mkgen.pack.formats import GROUP, ONE, VALUES, dequantise_mxfp4
 from mkgen.spec.model import Spec
@@ -25,6 +26,7 @@ ROUTER_SPREAD = 1.5
 EMBEDDED = 1.0
 OUTPUT = 0.5  # what goes back to the residual: it fades, so roundings do
 OUTPUTS = ("o", "down", "shared_down", "latent_up")  # the roles that bring it there
+RESIDUAL_GATES = ("mixer.gate", "ffn.gate")
 
 
 class RandomParams:
@@ -36,7 +38,12 @@ class RandomParams:
         self.graph, self.seed = graph, seed
         self.mxfp4 = spec.build.formats.get("experts", "bf16") == "mxfp4"
         self._ends = {w.name for sub in (graph.begin, graph.end) for op in sub.ops for w in op.weights()}
-        self._weights = [w for sub in graph.sublayers() for op in sub.ops for w in op.weights()]
+        ops = [op for sub in graph.sublayers() for op in sub.ops]
+        self._weights = [w for op in ops for w in op.weights()]
+        self._norms = {op.w.name: op.norm for op in ops if isinstance(op, Normalise) and op.w}
+        model = spec.model
+        self._embedded = 1.0 if model.embed_norm else EMBEDDED / model.embed_scale
+        self._output = OUTPUT / model.residual.multiplier
         self._weight = lru_cache(maxsize=None)(self._make)
         self._expert = lru_cache(maxsize=None)(self._make_expert)
 
@@ -94,15 +101,23 @@ class RandomParams:
             return rng.uniform(-3, 0.5, weight.shape)
         if role == "router_bias":
             return rng.uniform(-0.1, 0.1, weight.shape)
+        if weight.name in self._norms:
+            n, behind = self._norms[weight.name], role == "post_norm"
+            size = OUTPUT if behind and n.weight == "after" else 1.0
+            return size * (1 + 0.1 * rng.standard_normal(weight.shape)) - n.offset
+        if role.endswith("_bias"):
+            return 0.2 * rng.standard_normal(weight.shape)
+        if weight.name in RESIDUAL_GATES:  # before the temperature: open, shut and between
+            return rng.standard_normal(weight.shape)
         if weight.assemble == "vector":  # norms
             return 1 + 0.1 * rng.standard_normal(weight.shape)
         w = rng.standard_normal(weight.shape)
         if weight.assemble == "taps":  # mostly the newest input
             return 0.3 * w + np.eye(len(w))[-1][:, None]
         if weight.assemble == "rows":
-            return EMBEDDED * w
+            return self._embedded * w
         return (
-            w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else OUTPUT if role in OUTPUTS else 1)
+            w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else self._output if role in OUTPUTS else 1)
         )
 
 

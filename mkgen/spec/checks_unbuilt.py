@@ -18,16 +18,6 @@ def unbuilt(c: Checker) -> None:
         for key, wrong in _KINDS[type(kind)](kind).items():
             if wrong:
                 _say(c, ("model", group, name, key), f"{key} as it is written for {name}")
-    r = m.residual
-    for key, wrong in {"kind": r.kind not in ("add", "block_softmax"), "norms": r.norms != ("pre",), "dtype": r.dtype != "bf16",
-                       "multiplier": r.multiplier != 1.0}.items():
-        if wrong:
-            _say(c, ("model", "residual", key), f"residual.{key}: {getattr(r, key)}")
-    for key, wrong in {"norm": _odd(m.norm), "final_norm": m.final_norm is not None, "embed_scale": m.embed_scale != 1.0,
-                       "embed_norm": m.embed_norm is not None, "head_bias": m.head_bias, "logit_scale": m.logit_scale != 1.0,
-                       "logit_softcap": m.logit_softcap != 0.0, "usable_vocab": m.usable_vocab > 0}.items():
-        if wrong:
-            _say(c, ("model", key), f"{key} as it is written")
     if c.build.mla_cache != "latent":
         _say(c, ("build", "mla_cache"), "an expanded MLA cache")
 

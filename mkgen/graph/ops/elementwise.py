@@ -43,30 +43,6 @@ class Add(Op):
         b.step(self, "elementwise", "add", a=b.read(self.a, "f32"), b=b.read(self.b, "f32"), y=b.write(self.y))
 
 
-@dataclass(frozen=True)
-class ResidualAdd(Op):
-    """running = r(running + x)."""
-    running: Value
-    x: Value
-    kind = "residual_add"
-    rounds = "running"
-
-    def inputs(self):
-        return (self.running, self.x)
-
-    def outputs(self):
-        return ()
-
-    def cost(self):
-        return Cost(flops=self.x.width)
-
-    def meaning(self, env):
-        env.put(self.running, env[self.running] + env[self.x])
-
-    def lower(self, b):
-        b.step(self, "elementwise", "add", a=b.read(self.running, "f32"), b=b.read(self.x, "f32"), y=b.write(self.running))
-
-
 def activate(act: Activation, g, u):
     """phi(g, u) in float32; see spec.model.Activation."""
     if act.kind == "silu":

@@ -50,30 +50,68 @@ class Embed(Op):
 
 @dataclass(frozen=True)
 class Enter(Op):
-    """The residual stream begins: running = r(x)."""
+    """The residual stream begins: y = r(scale x)."""
     x: Value
-    running: Value
+    y: Value
+    scale: float = 1.0
     kind = "enter"
-    rounds = "running"
+    rounds = "y"
 
     def inputs(self):
         return (self.x,)
 
     def outputs(self):
-        return (self.running,)
+        return (self.y,)
 
     def meaning(self, env):
-        env.put(self.running, env[self.x])
+        env.put(self.y, env[self.x] * self.scale)
 
     def lower(self, b):
-        b.step(self, "ends", "enter", x=b.read(self.x, "f32"), y=b.write(self.running))
+        b.step(self, "ends", "enter", x=b.read(self.x, "f32"), y=b.write(self.y), scale=self.scale)
+
+
+@dataclass(frozen=True)
+class FinishLogits(Op):
+    """logits = softcap tanh(z / softcap), z = scale (logits + bias); where softcap is 0, z. In place, split by vocabulary."""
+    logits: Value
+    bias: Weight | None
+    scale: float
+    softcap: float
+    kind = "finish_logits"
+
+    def inputs(self):
+        return (self.logits,)
+
+    def outputs(self):
+        return ()
+
+    def weights(self):
+        return () if self.bias is None else (self.bias,)
+
+    def needs(self, spread):
+        return {}
+
+    def cost(self):
+        return Cost(flops=12 * self.logits.width)
+
+    def meaning(self, env):
+        z = env[self.logits] if self.bias is None else env[self.logits] + env.w(self.bias)
+        z = z * self.scale
+        env.put(self.logits, self.softcap * jnp.tanh(z / self.softcap) if self.softcap else z)
+
+    def lower(self, b):
+        at, bias = (None, None) if self.bias is None else b.vector_at(self.bias)
+        place = b.place(self.logits)
+        b.step(self, "ends", "finish_logits", writes=(place.buffer,), logits=b.ref(self.logits), width=place.width, at=at,
+               bias=bias and f"tape_rows(m, g, {at}, {bias.rows})", scale=self.scale, softcap=self.softcap)
 
 
 @dataclass(frozen=True)
 class Greedy(Op):
-    """token = argmax(logits), ties to the lowest id. The logits stay split by vocabulary."""
+    """token = argmax(logits) over the first `usable` ids, ties to the lowest id. The logits stay split by vocabulary."""
     logits: Value
     token: Value
+    usable: int
     kind = "greedy"
 
     def inputs(self):
@@ -89,12 +127,12 @@ class Greedy(Op):
         return Cost(flops=self.logits.width)
 
     def meaning(self, env):
-        env.values[self.token.name] = jnp.argmax(env[self.logits], axis=-1).astype(jnp.int32)
+        env.values[self.token.name] = jnp.argmax(env[self.logits][:, :self.usable], axis=-1).astype(jnp.int32)
 
     def lower(self, b):
         run = -(-self.logits.width // b.ranks)
         b.close()
-        b.step(self, "ends", "greedy_local", logits=b.ref(self.logits), run=run, vocab=self.logits.width)
+        b.step(self, "ends", "greedy_local", logits=b.ref(self.logits), run=run, usable=self.usable)
         for factor, size, _ in b.mesh.stages:
             b.collective("greedy", "start", factor, ("top", "token"), (size - 1) * 1024)
             b.collective("greedy", "finish", factor, (), (size - 1) * 1024)
