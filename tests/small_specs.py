@@ -15,8 +15,8 @@ def spec(ranks: int, mixers: dict, ffns: dict, mixer: str, ffn: str, hidden: int
          **build) -> Spec:
     """`mixers` and `ffns` by name; `mixer`, `ffn`: the columns; `ends`: fields of Model; `build`: fields of Build."""
     runs = tuple(Run(*run) for run in zip(*(schedule.expand(schedule.parse(t)) for t in (mixer, ffn))))
-    model = Model(name="odd", hidden=hidden, vocab=301, layers=len(runs), mixer=mixer, ffn=ffn, mixers=mixers, ffns=ffns,
-                  schedule=runs, residual=residual, **(ends or {}))
+    model = Model(name="odd", hidden=hidden, layers=len(runs), mixer=mixer, ffn=ffn, mixers=mixers, ffns=ffns,
+                  schedule=runs, residual=residual, **({"vocab": 301} | (ends or {})))
     model = replace(model, checkpoint={t.role: t.role + PER[t.per] for t in roles.tensors(model).values()})
     small = dict(chip="tpu7x", mesh={"core": ranks}, expert_parallel=ranks, block_kib=96, rows=(3,), context=64, kv_tile=16,
                  ring_depth=3, expert_slots=2, kv_slots=4)

@@ -84,8 +84,13 @@ def expert_from_images(plan: Plan, images: Sequence[np.ndarray], index: int, exp
     for which in range(3):
         parts = [_expert_matrix(image, rows, which) for rows in held]
         axis = 1 if which < 2 else 0
-        matrices.append(np.concatenate(parts, axis) if image.format == "bf16" else
-                        tuple(np.concatenate([p[i] for p in parts], axis) for i in range(2)))
+        wide = image.whole_width                     # the last ranks' parts end in padding
+        if image.format == "bf16":
+            matrices.append(np.concatenate(parts, axis).take(range(wide), axis))
+            continue
+        codes, scales = (np.concatenate([p[i] for p in parts], axis) for i in range(2))
+        groups = -(-wide // formats.GROUP)
+        matrices.append((codes[:, :wide], scales[:, :wide]) if axis else (codes[:groups * formats.GROUP], scales[:groups]))
     return matrices
 
 

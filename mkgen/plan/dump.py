@@ -8,6 +8,7 @@ from typing import Any, get_args
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.figures import figures
 from mkgen.plan.layout import layout_facts, layout_hash
+from mkgen.plan.padding import paddings
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Buffer, Node, Transfer
 from mkgen.plan.runs import as_schedule, fold
@@ -27,6 +28,8 @@ def plan_dict(plan: Plan) -> dict:
                  "stages": [list(s) for s in plan.mesh.stages]},
         "layout_hash": layout_hash(plan),
         "figures": [figures(plan, rows) for rows in variants],
+        "padding": {name: {"what": p.what, "units": p.units, "room": p.room, "bytes": p.bytes, "fraction": round(p.fraction, 6)}
+                    for name, p in paddings(plan).items()},
         "why": [list(w) for w in plan.why],
         "tape": tape(plan),
         "experts": expert_image(plan),

@@ -3,13 +3,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mkgen.errors import MkgenError
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES, ROW_BYTES
 
 BLOCK_WEIGHTS = 3 * 2 ** 20            # enough to hide the drain of a dot behind the next one, little enough code
 GROUP = 32                               # K rows that share one scale
-CODES = {"bf16": (2, 16), "mxfp4": (8, GROUP)}      # values a word; K must be a multiple of
+CODES = {"bf16": (2, 16, 1), "mxfp4": (8, GROUP, GROUP)}    # values a word; K is padded to; a rank's share is a multiple of
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,11 @@ class ExpertImage:
     format: str
     layers: int
     experts: int
-    local_experts: int
+    local_experts: int                   # room on a rank: the last ranks may have no expert for it
     tensor_parallel: int
     k: int
-    width: int                           # hidden width of the expert on this rank
+    whole_width: int                     # hidden width of the expert
+    width: int                           # of it, room on a rank
     out: int
     up: Section
     down: Section
@@ -57,26 +57,24 @@ class ExpertImage:
 
     @property
     def true_bytes(self) -> int:
-        """Of one expert: codes and scales, no padding."""
-        weights = self.k * 2 * self.width + self.width * self.out
+        """Of one expert: codes and scales, no padding; the mean over the ranks that share it."""
+        weights = (self.k * 2 + self.out) * self.whole_width // self.tensor_parallel
         return weights * 2 if self.format == "bf16" else weights // 2 + weights // GROUP
 
 
 def plan_experts(fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, k: int, width: int, out: int,
                  weights: tuple[str, str, str]) -> ExpertImage:
     """The image of a kind of routed experts; k, out: whole widths; width: the whole hidden width of one expert."""
-    per_word, unit = CODES[fmt]
-    local = width // tensor_parallel
-    if k % unit:
-        raise MkgenError(f"an expert's input width {k} is not a multiple of {unit}\n  why: {fmt} packs {unit} values of K together\n"
-                         f"  fix: a width (hidden or latent) that is a multiple of {unit}")
+    per_word, unit, share = CODES[fmt]
+    local = width if tensor_parallel == 1 else round_up(-(-width // tensor_parallel), share)     # no group lies on two ranks
     row = 0
     sections = []
-    for depth, panels in ((k, 2 * round_up(local, LANES) // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):
+    for depth, panels in ((round_up(k, unit), 2 * round_up(local, LANES) // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):
         at, row = row, round_up(row + panels * depth // per_word, 8)
         scale_rows, scales_at = 0, row
         if fmt == "mxfp4":
             scale_rows = -(-depth // (4 * GROUP))
             row = round_up(row + panels * scale_rows, 8)
         sections.append(Section(at, depth, panels, depth // per_word, scales_at, scale_rows))
-    return ExpertImage(fmt, layers, experts, experts // expert_parallel, tensor_parallel, k, local, out, *sections, row, weights)
+    return ExpertImage(fmt, layers, experts, -(-experts // expert_parallel), tensor_parallel, k, width, local, out, *sections,
+                       row, weights)

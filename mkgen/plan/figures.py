@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mkgen.graph.ir import Weight
 from mkgen.plan.plan import Plan
+from mkgen.plan.shard import unit_range
 from mkgen.plan.tape import ROW_BYTES, Entry
 
 STORED = {"f32": 4, "bf16": 2}
@@ -30,10 +31,11 @@ class Bytes:
 
 
 def held_elements(w: Weight, ranks: int, whole: bool) -> float:
-    """True elements of `w` on a rank, the mean over ranks: all of a whole family, one unit where units are repeated."""
+    """True elements of `w` on a rank, the mean over ranks: all of a whole family, its true units of one that is shared out."""
     if whole or w.split is None:
         return w.elements
-    return w.elements / min(w.units, ranks)
+    ranges = (unit_range(w.units, ranks, rank, w.groups, w.once) for rank in range(ranks))
+    return w.elements / w.units * sum(last - first for first, last in ranges) / ranks
 
 
 def families(plan: Plan) -> dict[str, Bytes]:
@@ -69,7 +71,7 @@ def distinct_experts(plan: Plan, rows: int) -> float:
     """Expected distinct experts of a rank in one layer, when `rows` rows choose uniformly and independently."""
     image = plan.experts
     kinds = {f.experts: f.top_k for f in plan.spec.model.ffns.values() if hasattr(f, "top_k")}
-    return image.local_experts * (1 - (1 - kinds[image.experts] / image.experts) ** rows)
+    return image.experts * image.tensor_parallel / plan.mesh.ranks * (1 - (1 - kinds[image.experts] / image.experts) ** rows)
 
 
 def routed(plan: Plan, rows: int) -> Bytes:

@@ -7,7 +7,7 @@ import numpy as np
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Collective, Step, walk
 from mkgen.prove.rung import Rung
-from mkgen.prove.scenario import Scenario
+from mkgen.prove.scenario import Scenario, by_rank
 
 
 def reach(plan: Plan, scenario: Scenario) -> list[Rung]:
@@ -100,7 +100,7 @@ def _routing(plan: Plan, scenario: Scenario) -> list[Rung]:
     build, several = plan.spec.build, [c[live] for live, c in steps if live.sum() > 1]
     differ = sum((c != c[0]).any() for c in several)
     shared = sum(bool((c.sum(0) > 1).any()) for c in several)
-    idle = [int((~c.any(0).reshape(build.expert_parallel, -1).any(1)).sum()) for _, c in steps]
+    idle = [int((~by_rank(c.any(0)[None], build.expert_parallel).any((0, 2))).sum()) for _, c in steps]
     note = f"of {len(steps)} routed layers"
     return [
         _rung("rows differ", f"rows take different experts in {differ} {note}", differ > 0, "one row"),

@@ -229,15 +229,19 @@ def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
 
 
 def _moe(f: Moe, old: Build, new: Build) -> Moe:
-    local = min(f.experts // old.expert_parallel, LOCAL_EXPERTS.get(new.expert_parallel, 4))
-    experts = local * new.expert_parallel
+    local = min(-(-f.experts // old.expert_parallel), LOCAL_EXPERTS.get(new.expert_parallel, 4))
+    experts = local * new.expert_parallel - (f.experts % old.expert_parallel > 0)
+    parts = old.tensor_parallel
+    width = new.tensor_parallel * min(-(-f.width // parts), EXPERT_WIDTH)
+    if f.width % parts:  # the last rank's share is short, by whole groups if it was
+        width -= 32 if f.width % 32 == 0 and width % 32 == 0 else 1
     shared = sharded(f.shared_width, old.ranks, new.ranks, WIDE) if f.shared_width else 0
     return replace(
         f,
         experts=experts,
         top_k=min(f.top_k, 4, experts),
         shared_width=shared,
-        width=new.tensor_parallel * min(f.width // old.tensor_parallel, EXPERT_WIDTH),
+        width=width,
         latent=min(f.latent, EXPERT_INPUT),
     )
 

@@ -60,8 +60,10 @@ class RandomParams:
         _, k, n = weight.shape
         rng = self._rng(weight, layer, expert)
         exponent = round(math.log2(1 / (CODE_SIZE * math.sqrt(k))))
-        codes = rng.integers(0, 16, (k, n), dtype=np.uint8)
-        scales = ONE + exponent + rng.integers(-1, 2, (k // GROUP, n))
+        groups = -(-k // GROUP)                      # the last one may be short
+        codes = rng.integers(0, 16, (groups * GROUP, n), dtype=np.uint8)
+        scales = ONE + exponent + rng.integers(-1, 2, (groups, n))
+        codes[k:] = 0
         return codes, scales.astype(np.uint8)
 
     def _rng(self, weight: Weight, *key: int) -> np.random.Generator:
@@ -69,7 +71,7 @@ class RandomParams:
 
     def _make_expert(self, weight: Weight, layer: int, expert: int) -> np.ndarray:
         if self.mxfp4:
-            return dequantise_mxfp4(*self.expert_mxfp4(weight, layer, expert))
+            return dequantise_mxfp4(*self.expert_mxfp4(weight, layer, expert))[: weight.shape[1]]
         _, k, n = weight.shape
         return _bf16(self._rng(weight, layer, expert).standard_normal((k, n)) / math.sqrt(k))
 

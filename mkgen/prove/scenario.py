@@ -100,12 +100,18 @@ def _choose(decoder: Decoder, positions, rng, vocab: int, parts: int, same: bool
             tokens[row] = tried[0]
             continue
         gap = np.min([g for _, g in notes], axis=0)
-        groups = np.stack([c.reshape(len(tried), parts, -1).any(-1) for c, _ in notes], 1)  # [tried, layers, parts]
+        groups = np.stack([by_rank(c, parts).any(-1) for c, _ in notes], 1)  # [tried, layers, parts]
         together = groups if busy is None else groups | busy
         idle = (~together).sum((1, 2))
         best = max(range(len(tried)), key=lambda i: (gap[i] >= GAP_NOISE, idle[i], gap[i]))
         tokens[row], busy = tried[best], together[best]
     return tokens
+
+
+def by_rank(chosen: np.ndarray, parts: int) -> np.ndarray:
+    """[n, experts] -> [n, parts, experts of a part]; the last parts may be short of experts."""
+    local = -(-chosen.shape[1] // parts)
+    return np.pad(chosen, ((0, 0), (0, parts * local - chosen.shape[1]))).reshape(len(chosen), parts, local)
 
 
 def _try(decoder: Decoder, row: int, position: int, tokens: np.ndarray):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from mkgen import show
 from mkgen.plan.figures import Bytes, embedded, entries, families, routed
+from mkgen.plan.padding import paddings
 from mkgen.plan.plan import Plan
 from mkgen.show.nest import collectives, nest
 
@@ -28,6 +29,7 @@ def plan(made: Plan, figures: dict[int, dict], findings: list, as_json: bool) ->
     for section in (totals(made, figures, word), vmem_map(made), hbm(made), tape(made), streamed(made)):
         out.print()
         out.print(section)
+    padded(out, made)
     out.print()
     nest(out, made)
     exchanges(out, made)
@@ -128,6 +130,19 @@ def tape(made: Plan):
 def waste(b: Bytes) -> tuple[str, str, str, str]:
     lost = b.copied - b.true
     return show.number(b.true), show.number(b.copied), show.number(lost), show.percent(lost, b.true)
+
+
+def padded(out: Console, made: Plan) -> None:
+    """Shares that are not full, by family; nothing where all of them are."""
+    found = paddings(made)
+    if not found:
+        return
+    t = show.table(f"Padding of shares that do not divide, {show.several(made.mesh.ranks, 'core')} together", "family", "what",
+                   ">true units", ">room for", ">bytes of padding", ">% of what is held")
+    for name, p in sorted(found.items(), key=lambda item: -item[1].bytes):
+        t.add_row(name, p.what, show.number(p.units), show.number(p.room), show.number(p.bytes), show.percent(p.bytes, p.held))
+    out.print()
+    out.print(t)
 
 
 def streamed(made: Plan):

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
 
 FACTORS = ("host", "chip", "core")  # outermost first: the order of the ranks
-GROUP = 32  # weights that share one scale in mxfp4
 MAX_ROWS = 8  # what one pass of the matrix unit takes for free
 TILE_ROWS = 16  # rows of a bf16 tile in memory
 
@@ -105,51 +104,6 @@ def parallel(c: Checker) -> None:
             "every rank holds one share of the experts",
             f"choose two factors of {c.ranks}",
         )
-
-
-def experts(c: Checker) -> None:
-    for name, kind in c.each("ffns"):
-        if isinstance(kind, Moe):
-            c.run(_expert_count, name, kind)
-            c.run(_expert_width, name, kind)
-            c.run(_expert_format, name, kind)
-
-
-def _expert_count(c: Checker, name: str, f: Moe) -> None:
-    parts = c.build.expert_parallel
-    if f.experts % parts:
-        c.say(
-            ("model", "ffns", name, "experts"),
-            f"{f.experts} experts cannot be split over expert_parallel: {parts}",
-            "every rank holds the same number of experts",
-            f"choose an expert_parallel that divides {f.experts}",
-        )
-
-
-def _expert_width(c: Checker, name: str, f: Moe) -> None:
-    parts = c.build.tensor_parallel
-    if f.width % parts:
-        c.say(
-            ("model", "ffns", name, "width"),
-            f"expert width {f.width} cannot be split over tensor_parallel: {parts}",
-            "every rank holds the same columns of an expert, and experts are not padded",
-            f"choose a tensor_parallel that divides {f.width}",
-        )
-
-
-def _expert_format(c: Checker, name: str, f: Moe) -> None:
-    parts, path = c.build.tensor_parallel, ("build", "formats", "experts")
-    if c.build.formats.get("experts", "bf16") != "mxfp4" or f.width % parts:
-        return
-    inner = f.latent if f.latent else c.model.hidden
-    for noun, size in (("a rank's width", f.width // parts), ("input width", inner)):
-        if size % GROUP:
-            c.say(
-                path,
-                f"mxfp4 on experts of {name!r}, whose {noun} is {size}",
-                f"{GROUP} weights in a row share a scale, and {size} is not a multiple of {GROUP}",
-                "choose a smaller tensor_parallel, or bf16" if size is not inner else "use bf16",
-            )
 
 
 def formats(c: Checker) -> None:
@@ -329,4 +283,4 @@ def memory(c: Checker) -> None:
         )
 
 
-CHECKS = (mesh, parallel, experts, formats, replicate, rows, tokens, context, depths, memory)
+CHECKS = (mesh, parallel, formats, replicate, rows, tokens, context, depths, memory)

@@ -110,7 +110,7 @@ class RoutedExperts(Op):
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
         b.buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
         b.buffer("expert_gate_up", (8, 2 * image.width_padded), "f32", "gate | up of one expert")
-        for name, k in (("expert_x", image.k), ("expert_h", image.down.k)):
+        for name, k in (("expert_x", image.up.k), ("expert_h", image.down.k)):
             terms = 2 if b.build.activations == "f32" else 1
             shape = (-(-k // 256), 64 * terms, 256) if image.format == "mxfp4" else (8, k)
             b.buffer(name, shape, "bf16" if terms == 1 or len(shape) == 3 else "f32", "left operand" + (", block-diagonal" if len(shape) == 3 else ""))
@@ -123,7 +123,7 @@ class RoutedExperts(Op):
                 b.step(self, "experts", "take", reads=("wanted",), writes=("wanted", "expert_ids"))
                 b.start("expert_copy", "m", "index", "i")
         y = b.write(self.y, width=image.down.panels * 128, dtype="f32")
-        b.step(self, "experts", "begin", writes=(y.ref[2:], "expert_x"), x=b.read(self.x, "bf16"), y=y.ref, mxfp4=image.format == "mxfp4")
+        b.step(self, "experts", "begin", writes=(y.ref[2:], "expert_x"), x=b.read(self.x, "bf16"), pad=image.up.k - image.k, y=y.ref, mxfp4=image.format == "mxfp4")
         b.step(self, "experts", "take_rest", reads=("wanted",), writes=("wanted", "expert_ids"), slots="EXPERT_SLOTS")
         with b.loop("routed_expert", "i", count, bound=min(image.local_experts, rows)):
             b.wait("expert_copy", "m", "index", "i")
