@@ -194,7 +194,6 @@ BAD_SPECS = [
         "      v_dim: 128\n      rope: {}",
         "rope as it is written for mla is not built yet",
     ),
-    (KIMI, "      latent: 3584", "      latent: 3600", "whose input width is 3600", "  formats:"),
     (KIMI, "mixer: (kda*3 mla)*23 mla", "mixer: -*3 mla (kda*3 mla)*22 mla", "layer 0 opens a block"),
     (KIMI, "{host: 4, chip: 4, core: 2}", "{host: 2, chip: 4}", "uses only part of each"),
     (
