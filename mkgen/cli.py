@@ -164,5 +164,18 @@ def import_hf(config: str, out: str | None, name: str | None, given: tuple[str, 
     show.imported(made, target, as_json)
 
 
+@main.command()
+@click.argument("specs", nargs=-1, type=click.Path(exists=True))
+@click.option("--compile/--no-compile", "compile_too", default=True, help="Whether the TPU compiler is run as well; it takes most of the time.")
+@click.option("-o", "--out", type=click.Path(dir_okay=False), metavar="FILE", help="Write the page here instead of printing it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a page.")
+@debug_option
+def table(specs: tuple[str, ...], compile_too: bool, out: str | None, as_json: bool) -> None:
+    """Build, plan, check and compile many specs, by default all of model_specs/, and show what each comes to."""
+    from mkgen.show import models
+    paths = [Path(s) for s in specs] or list(Path("model_specs").glob("*.yaml"))
+    finish(models.make(paths, compile_too, Path(out) if out else None, as_json))
+
+
 if __name__ == "__main__":
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mkgen.errors import MkgenError, Problem, SpecErrors
 from mkgen.spec import params
 from mkgen.spec.load import load_spec
-from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe, Run
+from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe, Rope, Run
 from mkgen.spec.roles import tensors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -375,3 +376,25 @@ def test_no_junk_is_more_than_a_problem(base, tmp_path):
 def test_spec_stage_never_imports_jax():
     code = "import sys, mkgen.spec.load, mkgen.spec.params; exit(len({'jax', 'numpy'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+EXTENDED = """
+    full: {extends: attention, rope: null, kv_heads: 8}
+    near: {extends: full, rope: {base: 5.0}}
+"""
+
+
+def test_a_kind_extends_another(tmp_path):
+    path = edited(tmp_path, QWEN, ("  mixers:\n", "  mixers:" + EXTENDED), ("mixer: attention*48", "mixer: (attention full near)*16"),
+                  ("  parameters: 30532122624 ", "  #"))
+    model = load_spec(path).model
+    attention, full, near = (model.mixers[n] for n in ("attention", "full", "near"))
+    assert full == replace(attention, rope=None, kv_heads=8) and near == replace(full, rope=Rope(5.0))
+    assert model.checkpoint["near.q_norm"] == model.checkpoint["attention.q_norm"]
+
+
+@pytest.mark.parametrize("what, words", [("nobody", "full extends nobody"), ("full", "full extends full"), ("near", "extends")])
+def test_what_cannot_be_extended(tmp_path, what, words):
+    path = edited(tmp_path, QWEN, ("  mixers:\n", "  mixers:" + EXTENDED.replace("extends: attention", f"extends: {what}")),
+                  ("mixer: attention*48", "mixer: (attention full near)*16"))
+    assert any(words in p.what for p in problems(path))

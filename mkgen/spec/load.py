@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mkgen.errors import Problem, SpecErrors, did_you_mean
-from mkgen.spec import schedule
-from mkgen.spec.bad import BAD
+from mkgen.spec import extends, schedule
+from mkgen.spec.bad import BAD, Poison
 from mkgen.spec.model import Build, Gqa, Linear, Mla, Mlp, Model, Moe, Run, Spec
 from mkgen.spec.typed import Reader
 from mkgen.spec.validate import validate
@@ -49,9 +49,7 @@ def load_spec(path: str | Path, overlays: Iterable[str | Path] = (), sets: Itera
                 )
             )
     reader = Reader({**MIXERS, **FFNS})
-    model = _section(reader, Model, "model", root.entries.get("model"), root)
-    if model is not BAD:
-        model = replace(model, schedule=_schedule(model, reader.where, problems))
+    model = _read(reader, root, problems)
     spec = Spec(model, _section(reader, Build, "build", build, root), file, reader.where)
     problems += reader.problems
     problems += validate(spec, clean=not problems)
@@ -64,11 +62,42 @@ def load_spec(path: str | Path, overlays: Iterable[str | Path] = (), sets: Itera
 def read_model(root: Map) -> tuple[Model, Where, list[Problem]]:
     """The `model:` section of a parsed spec by itself, not validated; values that could not be read are BAD."""
     reader = Reader({**MIXERS, **FFNS})
-    model = _section(reader, Model, "model", root.entries.get("model"), root)
     problems = reader.problems
+    model = _read(reader, root, problems)
+    return model, reader.where, problems
+
+
+def _read(reader: Reader, root: Map, problems: list[Problem]) -> Model:
+    """The model with its schedule expanded and every `extends` written out, or BAD."""
+    written, parents = _written_out(root.entries.get("model"), problems)
+    model = _section(reader, Model, "model", written, root)
     if model is not BAD:
         model = replace(model, schedule=_schedule(model, reader.where, problems))
-    return model, reader.where, problems
+        if parents:
+            model = _with_inherited(model, parents, reader.where)
+    return model
+
+
+def _written_out(model: Entry | None, problems: list[Problem]) -> tuple[Entry | None, dict[str, str]]:
+    """The model section with every `extends` written out, and which kind extends which."""
+    parents: dict[str, str] = {}
+    if model is None or not isinstance(model.value, Map):
+        return model, parents
+    section = model.value
+    for group in ("mixers", "ffns"):
+        entry = section.entries.get(group)
+        if entry is not None and isinstance(entry.value, Map):
+            kinds, found = extends.merged(entry.value, problems)
+            section = section.with_entry(group, replace(entry, value=kinds))
+            parents |= found
+    return replace(model, value=section), parents
+
+
+def _with_inherited(model: Model, parents: dict[str, str], where: Where) -> Model:
+    try:
+        return replace(model, checkpoint=extends.inherited(model, parents, where))
+    except Poison:  # something that the shapes hang on could not be read, and has been reported
+        return model
 
 
 def _root(path: str | Path, problems: list[Problem]) -> Map | None:
