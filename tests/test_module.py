@@ -93,8 +93,10 @@ def packed(plan, params, directory):
     """A folder as `mkgen pack` writes it."""
     directory.mkdir()
     for rank in range(plan.mesh.ranks):
-        for name, image in (("tape", tape_image), ("experts", expert_image), ("embedding", embedding_image)):
-            np.save(directory / f"{name}.{rank}.npy", image(plan, rank, params))
+        arrays = {"tape": tape_image(plan, rank, params), "embedding": embedding_image(plan, rank, params)}
+        arrays |= {image.name: expert_image(plan, image, rank, params) for image in plan.experts}
+        for name, array in arrays.items():
+            np.save(directory / f"{name}.{rank}.npy", array)
     manifest = {"layout_hash": layout_hash(plan), "model": plan.spec.model.name, "ranks": list(range(plan.mesh.ranks))}
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return manifest
@@ -169,7 +171,7 @@ def test_figures_count_replication_and_experts(small):
     router = by["moe.router"]
     assert router.true == 256 * 4 * 2 and router.replicated == router.true / 2
     assert by["attention.qkv"].replicated == 0 and by["attention.qkv"].true == 2 * 256 * (4 + 2 * 2) * 128 * 2 / 2
-    assert distinct_experts(plan, 1) == pytest.approx(1) and distinct_experts(plan, 2) == pytest.approx(1.5)
+    assert distinct_experts(plan, plan.experts[0], 1) == pytest.approx(1) and distinct_experts(plan, plan.experts[0], 2) == pytest.approx(1.5)
     with pytest.raises(ValueError, match="variants 1, 2"):
         figures(plan, 3)
 

@@ -39,15 +39,15 @@ def test_round_trip(tmp_path, base, sizes, ranks, fmt):
     packed = load(plan, tmp_path / "out")
     places = TapePlaces(plan)
     weights = {w.name for s in plan.graph.sublayers() for op in s.ops for w in op.weights()}
-    assert weights - {"embed", *plan.experts.weights} == {name for _, name in places.homes}
+    assert weights - {"embed", *plan.experts[0].weights} == {name for _, name in places.homes}
     for layer, name in places.homes:
         value = weight_from_tapes(places, [p.tape for p in packed], layer, name)
         same(value, logical(plan, t, plan.weights[name], layer))
     same(embedding_from_images(plan, [p.embedding for p in packed]), logical(plan, t, embedding_weight(plan), None))
-    for index, layer in enumerate(expert_layers(plan)):
-        for e in range(plan.experts.experts):
-            values = expert_from_images(plan, [p.experts for p in packed], index, e)
-            for name, value in zip(plan.experts.weights, values):
+    for index, layer in enumerate(expert_layers(plan, plan.experts[0])):
+        for e in range(plan.experts[0].experts):
+            values = expert_from_images(plan.experts[0], [p.experts["experts"] for p in packed], index, e)
+            for name, value in zip(plan.experts[0].weights, values):
                 tensor, = tensor_names(plan, plan.weights[name], layer, e)
                 if fmt == "bf16":
                     same(value, t[tensor].T)
@@ -56,7 +56,7 @@ def test_round_trip(tmp_path, base, sizes, ranks, fmt):
                 for have, want in zip(value, from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"])):
                     same(have, want)
     assert figures["layout_hash"] == layout_hash(plan) == packed[0].manifest["layout_hash"]
-    assert figures["bytes"] == sum(a.nbytes for p in packed for a in (p.tape, p.experts, p.embedding))
+    assert figures["bytes"] == sum(a.nbytes for p in packed for a in (p.tape, p.experts["experts"], p.embedding))
     assert not figures["rounded_to_bf16"] and not figures["converted_to_mxfp4"]
     assert figures["checkpoint_bytes"] == sum(a.nbytes for a in t.values())
 
@@ -74,7 +74,7 @@ def test_the_files_are_the_images_in_memory(tmp_path, base, sizes, ranks, fmt):
     source = Source(t, plan.spec.model.checkpoint)
     for rank, p in enumerate(load(plan, tmp_path / "out")):
         same(p.tape, tape_image(plan, rank, source))
-        same(p.experts, expert_image(plan, rank, source))
+        same(p.experts["experts"], expert_image(plan, plan.experts[0], rank, source))
         same(p.embedding, embedding_image(plan, rank, source))
 
 
@@ -160,7 +160,7 @@ def test_ranks_by_themselves(tmp_path):
     pack(plan, hub, tmp_path / "some", ranks=[2])
     one, all_ = load_packed(tmp_path / "some", 2), load_packed(tmp_path / "all", 2)
     same(one.tape, all_.tape)
-    same(one.experts, all_.experts)
+    same(one.experts["experts"], all_.experts["experts"])
     with pytest.raises(MkgenError, match=r"holds ranks \[2\], not 0"):
         load_packed(tmp_path / "some", 0)
     with pytest.raises(MkgenError, match="no rank 4"):
@@ -220,7 +220,7 @@ def test_mxfp4_experts_as_bf16_are_exact(tmp_path):
     plan, t, _ = make(tmp_path, fmt="bf16")
     t = with_mxfp4_experts(plan.spec.model, t)
     figures = pack(plan, checkpoint(tmp_path / "mx", t), tmp_path / "out")
-    packed = [p.experts for p in load(plan, tmp_path / "out")]
+    packed = [p.experts["experts"] for p in load(plan, tmp_path / "out")]
     stem = tensor_names(plan, plan.weights["moe.expert_down"], 2, 5)[0].removesuffix(".weight")
     want = dequantise_mxfp4(*from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"]))
     assert np.array_equal(expert_from_images(plan, packed, 1, 5)[2].astype(np.float32), want)
@@ -236,7 +236,7 @@ def test_bf16_experts_as_mxfp4_only_where_exact_or_asked_for(tmp_path):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
     figures = pack(plan, hub, tmp_path / "out", convert=True)
     assert sum(g["tensors"] for g in figures["converted_to_mxfp4"].values()) == len(expert_names(plan.spec.model))
-    gate, *_ = expert_from_images(plan, [p.experts for p in load(plan, tmp_path / "out")], 0, 3)
+    gate, *_ = expert_from_images(plan.experts[0], [p.experts["experts"] for p in load(plan, tmp_path / "out")], 0, 3)
     for have, want in zip(gate, quantise_mxfp4(t[tensor_names(plan, plan.weights["moe.expert_gate"], 1, 3)[0]].T)):
         same(have, want)
     for name in expert_names(plan.spec.model):
@@ -246,7 +246,7 @@ def test_bf16_experts_as_mxfp4_only_where_exact_or_asked_for(tmp_path):
 
 def test_k_that_is_no_whole_group_is_padded():
     """Down's rows are filled up to whole groups, of the expert and of a rank's share."""
-    image = plan_experts("mxfp4", 1, 1, 1, 1, 64, 45, 70, ("gate", "up", "down"))
+    image = plan_experts("experts", "moe", "mxfp4", 1, 1, 1, 1, 64, 45, 70, ("gate", "up", "down"))
     rng = np.random.default_rng(5)
     rows = np.zeros((image.rows, 128), np.uint32)
     down = rng.standard_normal((45, 70), np.float32)
@@ -261,16 +261,16 @@ def test_k_that_is_no_whole_group_is_padded():
     padded[:45] = down
     assert np.array_equal(back, dequantise_mxfp4(*quantise_mxfp4(padded)))
 
-    image = Plan.experts = plan_experts("mxfp4", 1, 1, 1, 2, 64, 80, 70, ("gate", "up", "down"))    # shares of 64 and 16
+    image = plan_experts("experts", "moe", "mxfp4", 1, 1, 1, 2, 64, 80, 70, ("gate", "up", "down"))     # shares of 64 and 16
     assert (image.width, image.whole_width) == (64, 80)
     halves, down = np.zeros((2, 1, image.rows, 128), np.uint32), rng.standard_normal((80, 70), np.float32)
     for part, half in enumerate(halves):
         put_expert(image, half[0], 2, part, store_values("mxfp4", down))
-    back = dequantise_mxfp4(*expert_from_images(Plan, list(halves), 0, 0)[2])
+    back = dequantise_mxfp4(*expert_from_images(image, list(halves), 0, 0)[2])
     assert np.array_equal(back[:80], dequantise_mxfp4(*quantise_mxfp4(np.pad(down, ((0, 16), (0, 0)))))[:80])
     assert not back[80:].any()
 
 
 def test_who_holds_an_expert(tmp_path):
     plan, *_ = make(tmp_path)
-    assert [list(expert_ranks(plan, e)) for e in range(6)] == [[0, 1]] * 3 + [[2, 3]] * 3
+    assert [list(expert_ranks(plan.experts[0], e)) for e in range(6)] == [[0, 1]] * 3 + [[2, 3]] * 3

@@ -97,10 +97,10 @@ def test_packed_shares_hold_every_true_weight_and_nothing_else(name):
     for layer, family in places.homes:
         want = params.weight(plan.weights[family], layer or 0)
         assert np.array_equal(weight_from_tapes(places, tapes, layer, family).astype(np.float32), want), family
-    images = [expert_image(plan, rank, params) for rank in range(4)]
+    images = [expert_image(plan, plan.experts[0], rank, params) for rank in range(4)]
     codes = 0
-    for e in range(plan.experts.experts):
-        for which, (family, got) in enumerate(zip(plan.experts.weights, expert_from_images(plan, images, 1, e))):
+    for e in range(plan.experts[0].experts):
+        for which, (family, got) in enumerate(zip(plan.experts[0].weights, expert_from_images(plan.experts[0], images, 1, e))):
             want = params.expert_mxfp4(plan.weights[family], 1, e) if name == "mxfp4" else params.expert(plan.weights[family], 1, e)
             for a, b in zip(got, want) if name == "mxfp4" else [(got.astype(np.float32), want)]:
                 assert np.array_equal(a, b), (family, e, which)
@@ -115,7 +115,7 @@ def test_waste_is_shown_by_family():
     plan = make_plan(made, build_graph(made), load_target("tpu7x"))
     shown = {name: (p.what, p.units, p.room, p.bytes) for name, p in paddings(plan).items()}
     layers = sharing = 2
-    assert shown["experts"] == ("experts", 7, 8, layers * sharing * plan.experts.rows * 512)
+    assert shown["experts"] == ("experts", 7, 8, layers * sharing * plan.experts[0].rows * 512)
     assert "a.q" not in shown                # the head is a key head's only one: repeated, to be added up once
     assert shown["a.o"] == ("heads", 1, 4, 2 * 200 * 24 * 3 * 2)
     assert shown["moe.router"] == ("columns", 7, 8, 2 * 200 * 2)

@@ -7,7 +7,7 @@ from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Collective, Start, Step, Wait, walk
 
 SMEM_ALIGN = 512  # assumed: a 1-D table in SMEM is padded to this
-OPERANDS = ("tokens", "positions", "chunks", "facts", "tape", "experts", "embedding")
+OPERANDS = ("tokens", "positions", "chunks", "facts", "tape", "embedding")
 MOST_SEMAPHORES = 256  # assumed, no limit is published; the plans of both models take below 100
 
 
@@ -30,7 +30,7 @@ def check_memory(plan: Plan, rows: int, report: Report) -> None:
 
 def check_names(plan: Plan, report: Report) -> None:
     """Everything that a step, a copy or an exchange touches is declared."""
-    known = {*plan.buffers, *OPERANDS}
+    known = {*plan.buffers, *OPERANDS, *(image.name for image in plan.experts)}
     for region in plan.regions.values():
         for n in walk(region.body):
             if isinstance(n, Step):

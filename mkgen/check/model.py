@@ -6,11 +6,11 @@ from types import CodeType, SimpleNamespace
 
 from mkgen.check.names import constants, namespace
 from mkgen.check.refs import BadExpression, Ref, Table, View, as_view
-from mkgen.check.scenario import Scenario, expert_ids, kv_items
+from mkgen.check.scenario import Scenario, expert_ids, kv_items, most_experts
 from mkgen.check.shorten import Short, shorten
 from mkgen.check.steps import home_text, origin_text, tape_reads
-from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Node, Step, Transfer
+from mkgen.plan.plan import Plan, Region
+from mkgen.plan.regions import Node, Step, Transfer, Wait, walk
 from mkgen.plan.tape import LANES
 
 
@@ -77,22 +77,22 @@ class Model:
         self.constants = constants(plan)
         embed = (max(plan.embed_rows, 1), LANES)
         refs = [Ref("tape", (max(self.short.tape_rows, 1), LANES), "u32", "hbm"), Ref("embedding", embed, "u32", "hbm")]
-        if plan.experts:
-            image = plan.experts
-            refs.append(Ref("experts", (image.layers * image.local_experts, image.rows, LANES), "u32", "hbm"))
+        refs += [Ref(image.name, image.shape, "u32", "hbm") for image in plan.experts]
         refs += [Ref(b.name, b.dims(rows), b.dtype, b.space) for b in plan.buffers.values()]
         self.refs = {r.whole.buffer: r for r in refs}
         self.shapes = {b.name: b.shape for b in plan.buffers.values()}
         spaces = {b.name: b.space for b in plan.buffers.values()}
-        self.origins: dict[str, list[str]] = {}  # VMEM buffer -> what copies bring into it
+        self.origins: dict[str, list[tuple[str, str]]] = {}  # VMEM buffer -> (copy, what it brings into it)
         self.homes: dict[str, list[str]] = {}  # VMEM buffer -> where copies take it to
         for t in plan.transfers.values():
             for source, target in zip(t.reads, t.writes):
                 if spaces.get(target) == "vmem":
-                    self.origins.setdefault(target, []).append(origin_text(target, source, self.shapes.get(source, ())))
+                    text = origin_text(plan, target, source, self.shapes.get(source, ()))
+                    self.origins.setdefault(target, []).append((t.name, text))
                 if spaces.get(source) == "vmem":
                     self.homes.setdefault(source, []).append(home_text(source, target, self.shapes.get(target, ())))
         self.moved = self.origins.keys() | self.homes.keys()
+        self.arriving: dict[tuple[str, str], list[str]] = {}
         self.touched: dict[int, tuple[Node, tuple, tuple]] = {}
 
     def memory(self, scenario: Scenario) -> SimpleNamespace:
@@ -113,10 +113,19 @@ class Model:
             m.kv_count.put(0, count)
         return m
 
-    def wanted(self, scenario: Scenario, turn: int) -> list[int]:
-        """Local expert ids that the rank has to run in the turn-th layer that routes."""
+    def wanted(self, scenario: Scenario, turn: int, kind: str) -> list[int]:
+        """Local expert ids that the rank has to run in the turn-th layer that routes, one of `kind`."""
         count = scenario.experts[turn % len(scenario.experts)]
-        return expert_ids(count, self.plan.experts.local_experts) if self.plan.experts else []
+        image = next(image for image in self.plan.experts if image.kind == kind)
+        return expert_ids(min(count, most_experts(self.plan, image, self.rows)), image.local_experts)
+
+    def arrivals(self, region: Region, buffer: str) -> list[str]:
+        """What the copies that a region waits for bring into a buffer."""
+        key = region.name, buffer
+        if key not in self.arriving:
+            waits = {n.transfer for n in walk(region.body) if isinstance(n, Wait)}
+            self.arriving[key] = [text for copy, text in self.origins[buffer] if copy in waits]
+        return self.arriving[key]
 
     def moving(self, step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of what a step reads and writes, the buffers that copies move."""

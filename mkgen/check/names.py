@@ -42,8 +42,7 @@ def constants(plan: Plan) -> dict[str, int]:
         "KV_BATCH": max(1, build.kv_slots // 2),
         "EXPERT_SLOTS": build.expert_slots,
     }
-    if plan.experts:
-        out["LOCAL_EXPERTS"] = plan.experts.local_experts
+    out |= {f"LOCAL_EXPERTS{image.suffix.upper()}": image.local_experts for image in plan.experts}
     return out | {name.upper(): i for i, name in enumerate(plan.fact_names)}
 
 

@@ -180,10 +180,10 @@ class AbstractRun:
             box = box_of(model.refs[name], name, model.shapes[name], scope)
             self.flight.read(name, box, where)
             if data and name in model.origins:
-                origins = [value(text, scope) for text in model.origins[name]]
+                origins = [value(text, scope) for text in model.arrivals(self.region, name)]
                 if not any(self.flight.holds(name, box, origin) for origin in origins):
                     self.report.add(
-                        "data", where, f"reads {name}{list(box)} for {origins[0]}", "no finished copy of it lies there"
+                        "data", where, f"reads {name}{list(box)} for {origins[0] if origins else name}", "no finished copy of it lies there"
                     )
         for name in writes:
             box = box_of(model.refs[name], name, model.shapes[name], scope)
@@ -193,7 +193,7 @@ class AbstractRun:
     def fill_tables(self, n: Step, scope: dict) -> None:
         """What routing and the list of experts leave in SMEM."""
         if "expert_count" in n.writes:
-            self.ids = self.model.wanted(self.scenario, self.routed)
+            self.ids = self.model.wanted(self.scenario, self.routed, self.region.name)
             self.routed += 1
             self.m.expert_count.put(0, len(self.ids))
             self.m.expert_ids.values = [None] * len(self.m.expert_ids.values)

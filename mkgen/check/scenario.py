@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 
 
@@ -28,7 +29,7 @@ def scenarios(plan: Plan, rows: int) -> list[Scenario]:
     tile, last, slots = build.kv_tile, build.context - 1, build.expert_slots
     edges = [0, last, tile - 1, tile, 1, tile + 1, 2 * tile - 1, last - tile]
     near = [tile, 2, 2 * tile, tile - 1, 0, tile + 2, 3, 1]
-    most = most_experts(plan, rows)
+    most = max((most_experts(plan, image, rows) for image in plan.experts), default=0)
 
     def spread(pool: list[int], idle: int | None) -> tuple[int, ...]:
         return tuple(-1 if r == idle else max(0, min(pool[r % len(pool)], last)) for r in range(rows))
@@ -48,12 +49,9 @@ def scenarios(plan: Plan, rows: int) -> list[Scenario]:
     ]
 
 
-def most_experts(plan: Plan, rows: int) -> int:
-    """Distinct experts that a rank can be asked for."""
-    if plan.experts is None:
-        return 0
-    top_k = max((f.top_k for f in plan.spec.model.ffns.values() if hasattr(f, "top_k")), default=0)
-    return min(plan.experts.local_experts, rows * top_k)
+def most_experts(plan: Plan, image: ExpertImage, rows: int) -> int:
+    """Distinct experts of a kind that a rank can be asked for in a layer."""
+    return min(image.local_experts, rows * plan.spec.model.ffns[image.kind].top_k)
 
 
 def tokens(plan: Plan, rank: int, rows: int) -> tuple[int, ...]:

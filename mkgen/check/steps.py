@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from mkgen.check.refs import Box, Ref
+from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Step
 from mkgen.plan.tape import LANES, Matrix
 
@@ -33,7 +34,7 @@ TOUCHES = {  # (template, macro): all others work in the scope that they stand i
 }
 BINDS = {("attention", "item"): ("i", "batch * KV_BATCH + j")}  # names that a step leaves to the nodes behind it
 SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))  # buffer or suffix: slot = this name mod the slots
-SCRATCH = {("experts", "expert"): ("expert_gate_up", "expert_h")}  # what a step makes for itself
+SCRATCH = {("experts", "expert"): ("expert_up", "expert_h", "expert_out")}  # what a step makes for itself
 PLAIN = Touch()
 
 
@@ -50,12 +51,12 @@ def box_of(ref: Ref, name: str, symbolic: tuple, scope: dict) -> Box:
     return box
 
 
-def origin_text(buffer: str, source: str, shape: tuple) -> str:
+def origin_text(plan: Plan, buffer: str, source: str, shape: tuple) -> str:
     """The part of `source` (a state's shape: `shape`) that a step finds in `buffer`, as text over the step's scope."""
     if source == "tape":
         return "m.tape.at[pl.ds(m.chunks[2 * g], m.chunks[2 * g + 1])]"
-    if source == "experts":
-        return "m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]]"
+    if image := next((image for image in plan.experts if image.name == source), None):
+        return f"m.{source}.at[index * {image.local_experts} + m.expert_ids[i]]"
     if source == "embedding":
         return "m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]"
     if buffer.endswith("_tiles"):

@@ -58,7 +58,7 @@ def write_module(plan: Plan, out_dir: str | Path) -> list[Path]:
 
 def host_facts(plan: Plan) -> dict:
     """The template's names: shapes of a rank's weights, row axes of the states, the tables as short expressions."""
-    image, layers = plan.experts, plan.graph.layers
+    layers = plan.graph.layers
     first = figures(plan, plan.spec.build.rows[0])
     return {
         "layout_hash": layout_hash(plan),
@@ -67,7 +67,7 @@ def host_facts(plan: Plan) -> dict:
         "core_bytes": {rows: plan.bytes_per_core(rows) for rows in plan.spec.build.rows},
         "weights": {
             "tape": (plan.tape_rows, 128),
-            **({"experts": (image.layers * image.local_experts, image.rows, 128)} if image else {}),
+            **{image.name: image.shape for image in plan.experts},
             "embedding": (plan.embed_rows, 128),
         },
         "row_axes": {name: row_axis(plan.buffers[name]) for name in plan.states.values()},

@@ -60,10 +60,10 @@ def rounding(plan: Plan) -> dict:
             "lhs_rows": "TERM_ROWS" if split else "ROWS_PADDED"}
 
 
-def expert_activation(plan: Plan) -> str:
-    """Source text of the routed experts' activation of `gate` and `up`."""
+def expert_steps(plan: Plan) -> list[dict]:
+    """The arguments of the step that runs an expert, of each kind of routed experts."""
     steps = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Step))
-    return next((n.args["activation"] for n in steps if n.macro == "expert"), "")
+    return [n.args for n in steps if (n.template, n.macro) == ("experts", "expert")]
 
 
 def render_kernel(plan: Plan) -> str:
@@ -79,17 +79,15 @@ def render_kernel(plan: Plan) -> str:
              ("chunks", SPACES["smem"], "first row and rows of each chunk of the tape"),
              ("facts", SPACES["smem"], "per-layer data, FACTS words a layer"),
              ("tape", SPACES["any"], f"u32 [{plan.tape_rows}, 128]"),
-             *([("experts", SPACES["any"], f"u32 [{plan.experts.layers * plan.experts.local_experts}, {plan.experts.rows}, 128]")]
-               if plan.experts else []),
+             *((image.name, SPACES["any"], "u32 [{}, {}, {}]".format(*image.shape)) for image in plan.experts),
              ("embedding", SPACES["any"], f"u32 [{plan.embed_rows}, 128]")]
     missing = [any(run[i] is None for run in plan.graph.layers) for i in (0, 1)]
     functions = {r.name: function(r) for r in regions}
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
-    acts = {f.activation.kind for f in spec.model.ffns.values()}
     env.globals.update(rounding(plan))
     text = env.get_template("kernel.py.j2").render(
         plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan),
-        kv_batch=max(1, spec.build.kv_slots // 2), activations=acts, expert_activation=expert_activation(plan),
+        kv_batch=max(1, spec.build.kv_slots // 2), expert_steps=expert_steps(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
         has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1],
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],

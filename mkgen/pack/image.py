@@ -44,12 +44,12 @@ def tape_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
     return tape
 
 
-def expert_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
-    """u32 [layers * local_experts, rows, 128] of one rank."""
-    image, out = plan.experts, np.zeros(shapes(plan)["experts"], np.uint32)
+def expert_image(plan: Plan, image: ExpertImage, rank: int, source: Source) -> np.ndarray:
+    """u32 [layers * local_experts, rows, 128] of one rank and kind of experts."""
+    out = np.zeros(image.shape, np.uint32)
     first, part = rank // image.tensor_parallel * image.local_experts, rank % image.tensor_parallel
     packed = image.format == "mxfp4" and hasattr(source, "expert_mxfp4")
-    for i, layer in enumerate(expert_layers(plan)):
+    for i, layer in enumerate(expert_layers(plan, image)):
         for e in range(max(0, min(image.local_experts, image.experts - first))):
             for which, name in enumerate(image.weights):
                 weight = plan.weights[name]
@@ -58,6 +58,9 @@ def expert_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
                 else:
                     stored = store_values(image.format, source.expert(weight, layer, first + e))
                 put_expert(image, out[i * image.local_experts + e], which, part, stored)
+            for which, name in enumerate(image.biases):
+                bias = source.expert(plan.weights[name], layer, first + e)
+                put_expert_bias(image, out[i * image.local_experts + e], which, part, bias)
     return out
 
 
@@ -160,23 +163,21 @@ def store_values(fmt: str, w: np.ndarray) -> Stored:
 
 
 def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stored: Stored) -> None:
-    """Tensor part `part` of gate (0), up (1) or down (2) into an expert's u32 [image.rows, 128].
+    """Tensor part `part` of the which-th of `image.weights` into an expert's u32 [image.rows, 128].
 
     Gate and up are cut by columns, down by rows: at whole groups of mxfp4, see plan_experts.
     """
     if stored.format != image.format:
         raise ValueError(f"{stored.format} into an image of {image.format}")
-    section, data, scales = (image.down if which == 2 else image.up), stored.data, stored.scales
+    (section, first, panels), data, scales = image.place(which), stored.data, stored.scales
     mine = slice(part * image.width, (part + 1) * image.width)
-    if which < 2:
+    if section is image.up:
         data, scales = data[mine], scales if scales is None else scales[mine]
     else:
         bits = BITS[image.format]
         data = data[:, mine.start * bits // 8:-(-mine.stop * bits // 8)]
         if scales is not None:
             scales = scales[:, mine.start // GROUP:-(-mine.stop // GROUP)]
-    panels = section.panels if which == 2 else section.panels // 2
-    first = panels if which == 1 else 0
 
     def view(at: int, depth: int) -> np.ndarray:
         return rows[at + first * depth:at + (first + panels) * depth].reshape(panels, depth, LANES)
@@ -189,13 +190,23 @@ def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stor
         put_columns(target, _widened(scales, 4 * section.scale_rows, formats.ONE).view(np.uint32), 0)
 
 
-def put_expert_everywhere(plan: Plan, images: dict[int, np.ndarray], index: int, expert: int, which: int,
-                          stored: Stored) -> None:
-    """One matrix of `expert` of the index-th layer with experts into all `images` (rank -> image) that hold a part."""
-    for part, rank in enumerate(expert_ranks(plan, expert)):
+def put_expert_bias(image: ExpertImage, rows: np.ndarray, which: int, part: int, bias: np.ndarray) -> None:
+    """Tensor part `part` of the which-th of `image.biases`; that of down is added once, by the first of the ranks."""
+    section, _, panels = image.place(which)
+    mine = bias[part * image.width:(part + 1) * image.width] if section is image.up else bias if part == 0 else bias[:0]
+    line = np.zeros(panels * LANES, np.float32)
+    line[:len(mine)] = mine
+    rows[image.bias_row(which):image.bias_row(which) + panels] = line.view(np.uint32).reshape(panels, LANES)
+
+
+def put_expert_everywhere(image: ExpertImage, images: dict[int, np.ndarray], index: int, expert: int, which: int,
+                          stored: Stored | np.ndarray) -> None:
+    """One matrix (or bias) of `expert` of the kind's index-th layer into all `images` (rank -> image) that hold a part."""
+    put = put_expert if isinstance(stored, Stored) else put_expert_bias
+    for part, rank in enumerate(expert_ranks(image, expert)):
         if rank in images:
-            slot = index * plan.experts.local_experts + expert % plan.experts.local_experts
-            put_expert(plan.experts, images[rank][slot], which, part, stored)
+            slot = index * image.local_experts + expert % image.local_experts
+            put(image, images[rank][slot], which, part, stored)
 
 
 # -- the embedding table ---------------------------------------------------------------------------------------------

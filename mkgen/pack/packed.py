@@ -18,15 +18,15 @@ MANIFEST = "manifest.json"
 FORMAT = "mkgen packed weights"
 PARTIAL = ".partial"                         # behind the folder's name while it is being written
 OLD = ".old"                                 # behind the name of a folder that is being replaced
-OURS = re.compile(r"(tape|experts|embedding)\.\d+\.npy|" + re.escape(MANIFEST))
+OURS = re.compile(r"(tape|experts(_\w+)?|embedding)\.\d+\.npy|" + re.escape(MANIFEST))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One rank's weights, mapped from their files, u32: tape [rows, 128], experts [slots, rows, 128] or None,
-    embedding [rows, 128]."""
+    """One rank's weights, mapped from their files, u32: tape [rows, 128], embedding [rows, 128], by name of the image
+    experts [slots, rows, 128]."""
     tape: np.ndarray
-    experts: np.ndarray | None
+    experts: dict[str, np.ndarray]
     embedding: np.ndarray
     manifest: dict
 
@@ -65,7 +65,8 @@ def load_packed(directory: str | os.PathLike, rank: int) -> Packed:
         if a.dtype != np.uint32 or list(a.shape) != shape:
             raise MkgenError(f"{path}: {a.dtype} {list(a.shape)}, the manifest says uint32 {shape}")
         arrays[name] = a
-    return Packed(arrays["tape"], arrays.get("experts"), arrays["embedding"], manifest)
+    experts = {name: a for name, a in arrays.items() if name not in ("tape", "embedding")}
+    return Packed(arrays["tape"], experts, arrays["embedding"], manifest)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkgen.graph.ir import Weight
+from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 from mkgen.plan.shard import unit_range
 from mkgen.plan.tape import Matrix, Vector
@@ -84,23 +85,18 @@ def embedding_run(plan: Plan, rank: int) -> slice:
     return slice(min(rank * run, vocab), min((rank + 1) * run, vocab))
 
 
-def expert_layers(plan: Plan) -> list[int]:
-    """The layers that have routed experts, in the order of the image."""
-    first = plan.experts.weights[0]
-    owners = {s.name for s in plan.graph.sublayers() for op in s.ops if any(w.name == first for w in op.weights())}
-    return [n for n, kinds in enumerate(plan.graph.layers) if owners & set(kinds)]
+def expert_layers(plan: Plan, image: ExpertImage) -> list[int]:
+    """The layers that run these routed experts, in the order of the image."""
+    return [n for n, kinds in enumerate(plan.graph.layers) if image.kind in kinds]
 
 
-def expert_ranks(plan: Plan, expert: int) -> range:
+def expert_ranks(image: ExpertImage, expert: int) -> range:
     """The ranks that hold a part of `expert`; part i is on the i-th of them."""
-    image = plan.experts
     first = expert // image.local_experts * image.tensor_parallel
     return range(first, first + image.tensor_parallel)
 
 
 def shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Of a rank's u32 arrays, by name: tape, experts (only if there are any), embedding."""
-    out = {"tape": (plan.tape_rows, 128), "embedding": (plan.embed_rows, 128)}
-    if plan.experts:
-        out["experts"] = (plan.experts.layers * plan.experts.local_experts, plan.experts.rows, 128)
-    return out
+    """Of a rank's u32 arrays, by name: tape, embedding, and the experts of each kind."""
+    arrays = {"tape": (plan.tape_rows, 128), "embedding": (plan.embed_rows, 128)}
+    return arrays | {image.name: image.shape for image in plan.experts}

@@ -33,7 +33,7 @@ class Reader:
 
     def __init__(self, plan: Plan, sources: dict[str, Source], convert: bool):
         self.plan, self.sources, self.convert = plan, sources, convert
-        self.format = plan.experts.format if plan.experts else "bf16"
+        self.format = plan.experts[0].format if plan.experts else "bf16"
         self.rounded: Counter[str] = Counter()
         self.converted: Counter[str] = Counter()
         self.read_bytes, self.total_bytes = 0, sum(map(_bytes, sources.values()))
@@ -67,6 +67,14 @@ class Reader:
         w = source.read()                                                         # [N, K]
         check_finite(name, w)
         return self._quantised(name, w) if self.format == "mxfp4" else store_values("bf16", self._rounded(name, w).T)
+
+    def expert_bias(self, name: str) -> np.ndarray:
+        """A bias of one expert, float32: the image keeps it so."""
+        source = self.sources[name]
+        self.read_bytes += _bytes(source)
+        bias = source.read()
+        check_finite(name, bias)
+        return bias.astype(np.float32)
 
     def check_first_expert(self) -> None:
         """Refuses a checkpoint whose experts cannot be stored as they are at once, rather than in the middle."""

@@ -73,17 +73,17 @@ def embedding_from_images(plan: Plan, images: Sequence[np.ndarray]) -> np.ndarra
     return np.concatenate(parts).view(formats.bfloat16)
 
 
-def expert_from_images(plan: Plan, images: Sequence[np.ndarray], index: int, expert: int) -> list:
-    """Gate, up and down of `expert` of the index-th layer with experts, from the expert images of all ranks.
+def expert_from_images(image: ExpertImage, images: Sequence[np.ndarray], index: int, expert: int) -> list:
+    """The matrices of `expert` of the kind's index-th layer, from the expert images of all ranks.
 
     Each is bf16 [K, N], or (u8 codes [K, N], e8m0 scales [groups, N]) with down's K padded to whole groups.
     """
-    image, matrices = plan.experts, []
+    matrices = []
     slot = index * image.local_experts + expert % image.local_experts
-    held = [images[r][slot] for r in expert_ranks(plan, expert)]
-    for which in range(3):
+    held = [images[r][slot] for r in expert_ranks(image, expert)]
+    for which in range(len(image.weights)):
         parts = [_expert_matrix(image, rows, which) for rows in held]
-        axis = 1 if which < 2 else 0
+        axis = 1 if image.place(which)[0] is image.up else 0
         wide = image.whole_width                     # the last ranks' parts end in padding
         if image.format == "bf16":
             matrices.append(np.concatenate(parts, axis).take(range(wide), axis))
@@ -95,17 +95,15 @@ def expert_from_images(plan: Plan, images: Sequence[np.ndarray], index: int, exp
 
 
 def _expert_matrix(image: ExpertImage, rows: np.ndarray, which: int):
-    """A rank's part of gate (0), up (1) or down (2), without its padding."""
-    section = image.down if which == 2 else image.up
-    panels = section.panels if which == 2 else section.panels // 2
-    first = panels if which == 1 else 0
-    width, n = image.out if which == 2 else image.width, panels * LANES
+    """A rank's part of the which-th of `image.weights`, without its padding."""
+    section, first, panels = image.place(which)
+    width, n = image.out if section is image.down else image.width, panels * LANES
 
     def cut(at: int, depth: int) -> np.ndarray:
         return rows[at + first * depth:at + (first + panels) * depth]
 
     codes = cut(section.at, section.panel_rows)
     if image.format == "bf16":
-        return formats.unpack_panels(codes, section.k, n)[:image.width if which == 2 else image.k, :width]
+        return formats.unpack_panels(codes, section.k, n)[:image.width if section is image.down else image.k, :width]
     scales = formats.unpack_scales(cut(section.scales_at, section.scale_rows), section.k, n)
     return formats.unpack_codes(codes, section.k, n)[:, :width], scales[:, :width]

@@ -19,7 +19,7 @@ def expected(plan: Plan) -> list[Expected]:
     per_head = {r for w in split if w.assemble in ("vector", "exp") for r in w.roles}
     out = []
     for t in tensors(model).values():
-        dtypes = (*FLOATS, MXFP4) if t.per == "expert" else FLOATS
+        dtypes = (*FLOATS, MXFP4) if t.per == "expert" and len(t.shape) == 2 else FLOATS
         out += [Expected(name, t.shape, dtypes, t.role, t.role in per_head) for name in names(model, t)]
     return out
 

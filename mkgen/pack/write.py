@@ -20,6 +20,7 @@ from mkgen.pack.packed import FORMAT, MANIFEST, check_space, check_target, file_
 from mkgen.pack.places import TapePlaces, embedding_weight, expert_layers, shapes
 from mkgen.pack.reading import Reader, grouped
 from mkgen.pack.wanted import expected, tensor_names
+from mkgen.plan.experts import ExpertImage
 from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 
@@ -57,12 +58,12 @@ def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLi
                  for name, shape in sizes.items()}
         images = {name: {r: np.asarray(f) for r, f in of.items()} for name, of in files.items()}
         write_weights(plan, reader, images, tell)
-        if plan.experts:
-            write_experts(plan, reader, images["experts"], tell)
+        for image in plan.experts:
+            write_experts(plan, image, reader, images[image.name], tell)
         for f in (f for of in files.values() for f in of.values()):
             f.flush()
         manifest = {"format": FORMAT, "layout_hash": layout_hash(plan), "model": plan.spec.model.name, "ranks": ranks,
-                    "mesh": dict(plan.mesh.factors), "expert_format": plan.experts.format if plan.experts else None,
+                    "mesh": dict(plan.mesh.factors), "expert_format": plan.experts[0].format if plan.experts else None,
                     "shapes": {n: list(s) for n, s in sizes.items()}}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     return {"out": str(out), "model": manifest["model"], "layout_hash": manifest["layout_hash"], "ranks": len(ranks),
@@ -89,14 +90,16 @@ def write_weights(plan: Plan, reader: Reader, images: dict[str, dict[int, np.nda
         tell((tensor_names(plan, weight, layer) or (weight.name,))[0])       # a constant of the spec has no tensor
 
 
-def write_experts(plan: Plan, reader: Reader, images: dict[int, np.ndarray], tell: Callable[[str], None]) -> None:
-    """Every routed expert, to the ranks that share it."""
-    for index, layer in enumerate(expert_layers(plan)):
-        for expert in range(plan.experts.experts):
-            for which, weight in enumerate(plan.experts.weights):
-                name, = tensor_names(plan, plan.weights[weight], layer, expert)
-                put_expert_everywhere(plan, images, index, expert, which, reader.expert(name))
-                tell(name)
+def write_experts(plan: Plan, image: ExpertImage, reader: Reader, images: dict[int, np.ndarray],
+                  tell: Callable[[str], None]) -> None:
+    """Every routed expert of a kind, to the ranks that share it."""
+    for index, layer in enumerate(expert_layers(plan, image)):
+        for expert in range(image.experts):
+            for weights, read in ((image.weights, reader.expert), (image.biases, reader.expert_bias)):
+                for which, weight in enumerate(weights):
+                    name, = tensor_names(plan, plan.weights[weight], layer, expert)
+                    put_expert_everywhere(image, images, index, expert, which, read(name))
+                    tell(name)
 
 
 def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force: bool, json: bool,

@@ -32,7 +32,7 @@ def plan_dict(plan: Plan) -> dict:
                     for name, p in paddings(plan).items()},
         "why": [list(w) for w in plan.why],
         "tape": tape(plan),
-        "experts": expert_image(plan),
+        "experts": [expert_image(image) for image in plan.experts],
         "embedding": {"rows": plan.embed_rows, "bytes": plan.embed_rows * ROW_BYTES},
         "vmem": {str(rows): vmem_map(plan, rows) for rows in variants},
         "states": {name: plan.buffers[b].name for name, b in plan.states.items()},
@@ -51,7 +51,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Matrix):
         return {"matrix": value.name}
     if isinstance(value, ExpertImage):
-        return "experts"                 # there is one, described at the top
+        return value.name                # described at the top
     if is_dataclass(value):
         body = {f.name: plain(getattr(value, f.name)) for f in fields(value) if not f.metadata.get("derived")}
         if isinstance(value, TERSE):
@@ -86,10 +86,7 @@ def chunk(c: Chunk) -> dict:
     return {"rows": c.rows, "entries": entries}
 
 
-def expert_image(plan: Plan) -> dict | None:
-    image = plan.experts
-    if image is None:
-        return None
+def expert_image(image: ExpertImage) -> dict:
     return {**asdict(image), "bytes": image.bytes, "expert_bytes": image.rows * ROW_BYTES,
             "expert_padding_bytes": image.rows * ROW_BYTES - image.true_bytes}
 

@@ -8,6 +8,7 @@ from mkgen.plan.tape import LANES, ROW_BYTES
 
 BLOCK_WEIGHTS = 3 * 2 ** 20            # enough to hide the drain of a dot behind the next one, little enough code
 GROUP = 32                               # K rows that share one scale
+OPERAND = "experts"                      # of the kernel; with the kind's name behind it, where there are several
 CODES = {"bf16": (2, 16, 1), "mxfp4": (8, GROUP, GROUP)}    # values a word; K is padded to; a rank's share is a multiple of
 
 
@@ -30,9 +31,13 @@ class Section:
 
 @dataclass(frozen=True)
 class ExpertImage:
-    """gate | up [k, 2 width_padded], then down [width_k, out_padded]; sections padded to 8 rows.
+    """gate | up [k, 2 width_padded] (up alone, where experts are not gated), then down [width_k, out_padded], then their biases as
+    rows of 128 f32, a row a panel; sections padded to 8 rows.
 
-    u32[layers * local_experts, rows, 128] a rank: expert e of layer l on ranks of its group is l * local_experts + e - first."""
+    One image a kind of routed experts: u32[layers * local_experts, rows, 128] a rank, expert e of the kind's l-th layer on ranks of
+    its group is l * local_experts + e - first."""
+    name: str                            # of the operand
+    kind: str                            # the sub-layer that runs them
     format: str
     layers: int
     experts: int
@@ -45,11 +50,27 @@ class ExpertImage:
     up: Section
     down: Section
     rows: int
-    weights: tuple[str, str, str]        # gate, up, down
+    weights: tuple[str, ...]             # gate (if gated), up, down
+    biases: tuple[str, ...] = ()         # of the same, if they have any
+    bias_at: int = 0
 
     @property
     def width_padded(self) -> int:
         return round_up(self.width, LANES)
+
+    @property
+    def suffix(self) -> str:
+        """Behind the names of what belongs to this kind only; empty where there is no other."""
+        return self.name.removeprefix(OPERAND)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the rank's array."""
+        return (self.layers * self.local_experts, self.rows, LANES)
+
+    @property
+    def gated(self) -> bool:
+        return len(self.weights) == 3
 
     @property
     def bytes(self) -> int:
@@ -57,24 +78,41 @@ class ExpertImage:
 
     @property
     def true_bytes(self) -> int:
-        """Of one expert: codes and scales, no padding; the mean over the ranks that share it."""
-        weights = (self.k * 2 + self.out) * self.whole_width // self.tensor_parallel
-        return weights * 2 if self.format == "bf16" else weights // 2 + weights // GROUP
+        """Of one expert: codes, scales and biases, no padding; the mean over the ranks that share it."""
+        inner = len(self.weights) - 1
+        weights = (self.k * inner + self.out) * self.whole_width // self.tensor_parallel
+        biases = 4 * (inner * self.whole_width + self.out) // self.tensor_parallel if self.biases else 0
+        return biases + (weights * 2 if self.format == "bf16" else weights // 2 + weights // GROUP)
+
+    def place(self, which: int) -> tuple[Section, int, int]:
+        """Where the which-th of `weights` lies: its section, its first panel there, its panels."""
+        inner = len(self.weights) - 1
+        if which == inner:
+            return self.down, 0, self.down.panels
+        panels = self.up.panels // inner
+        return self.up, which * panels, panels
+
+    def bias_row(self, which: int) -> int:
+        """The row where the which-th bias begins: one row for each panel of its matrix."""
+        section, first, _ = self.place(which)
+        return self.bias_at + first + (self.up.panels if section is self.down else 0)
 
 
-def plan_experts(fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, k: int, width: int, out: int,
-                 weights: tuple[str, str, str]) -> ExpertImage:
+def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, k: int,
+                 width: int, out: int, weights: tuple[str, ...], biases: tuple[str, ...] = ()) -> ExpertImage:
     """The image of a kind of routed experts; k, out: whole widths; width: the whole hidden width of one expert."""
     per_word, unit, share = CODES[fmt]
     local = width if tensor_parallel == 1 else round_up(-(-width // tensor_parallel), share)     # no group lies on two ranks
     row = 0
     sections = []
-    for depth, panels in ((round_up(k, unit), 2 * round_up(local, LANES) // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):
+    inner = (len(weights) - 1) * round_up(local, LANES)
+    for depth, panels in ((round_up(k, unit), inner // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):
         at, row = row, round_up(row + panels * depth // per_word, 8)
         scale_rows, scales_at = 0, row
         if fmt == "mxfp4":
             scale_rows = -(-depth // (4 * GROUP))
             row = round_up(row + panels * scale_rows, 8)
         sections.append(Section(at, depth, panels, depth // per_word, scales_at, scale_rows))
-    return ExpertImage(fmt, layers, experts, -(-experts // expert_parallel), tensor_parallel, k, width, local, out, *sections,
-                       row, weights)
+    bias_at, bias_rows = (row, sum(s.panels for s in sections)) if biases else (0, 0)
+    return ExpertImage(name, kind, fmt, layers, experts, -(-experts // expert_parallel), tensor_parallel, k, width, local, out,
+                       *sections, round_up(row + bias_rows, 8), weights, biases, bias_at)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkgen.graph.ir import Weight
+from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 from mkgen.plan.shard import unit_range
 from mkgen.plan.tape import ROW_BYTES, Entry
@@ -67,19 +68,16 @@ def entries(plan: Plan) -> dict[str, list[tuple[Entry, int]]]:
     return out
 
 
-def distinct_experts(plan: Plan, rows: int) -> float:
+def distinct_experts(plan: Plan, image: ExpertImage, rows: int) -> float:
     """Expected distinct experts of a rank in one layer, when `rows` rows choose uniformly and independently."""
-    image = plan.experts
-    kinds = {f.experts: f.top_k for f in plan.spec.model.ffns.values() if hasattr(f, "top_k")}
-    return image.experts * image.tensor_parallel / plan.mesh.ranks * (1 - (1 - kinds[image.experts] / image.experts) ** rows)
+    top_k = plan.spec.model.ffns[image.kind].top_k
+    return image.experts * image.tensor_parallel / plan.mesh.ranks * (1 - (1 - top_k / image.experts) ** rows)
 
 
 def routed(plan: Plan, rows: int) -> Bytes:
     """Per step: the expected experts of this rank."""
-    image = plan.experts
-    if image is None:
-        return Bytes()
-    return Bytes(image.rows * ROW_BYTES, image.true_bytes).times(image.layers * distinct_experts(plan, rows))
+    return sum((Bytes(image.rows * ROW_BYTES, image.true_bytes).times(image.layers * distinct_experts(plan, image, rows))
+                for image in plan.experts), Bytes())
 
 
 def embedded(plan: Plan, rows: int) -> Bytes:

@@ -41,7 +41,7 @@ def layout_facts(plan: Plan) -> dict:
         "matrices": {n: asdict(m) for n, m in plan.matrices.items()},
         "vectors": {n: asdict(v) for n, v in plan.vectors.items()},
         "order": {n: entry_order(r.chunks) for n, r in plan.regions.items()},
-        "experts": asdict(plan.experts) if plan.experts else None,
+        "experts": [asdict(image) for image in plan.experts],
         "embedding": {"rows": plan.embed_rows, "run": -(-model.vocab // plan.mesh.ranks)},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkgen.graph.ir import LayerGraph, State, Weight
+from mkgen.plan.experts import OPERAND, ExpertImage, plan_experts
 from mkgen.plan.regions import Buffer, Transfer
 from mkgen.plan.shard import Mesh
 from mkgen.plan.tape import LANES, Matrix, Vector
@@ -37,7 +38,7 @@ class Memory:
         self.weights: dict[str, Weight] = {}
         self.states: dict[str, tuple[State, Buffer]] = {}
         self.places: dict[str, Place] = {}
-        self.experts: dict[str, object] = {}
+        self.experts: dict[str, ExpertImage] = expert_images(graph, build)
         self.embed_rows = 0
         self.notes: list[tuple[str, str]] = []
         self.payload = {"reduce": 0, "gather": 0}
@@ -51,3 +52,16 @@ class Memory:
 
 def identifier(name: str) -> str:
     return name.replace(".", "_")
+
+
+def expert_images(graph: LayerGraph, build: Build) -> dict[str, ExpertImage]:
+    """The image of each kind of routed experts, by the kind's name."""
+    found = [(sub.name, op) for sub in graph.sublayers() for op in sub.ops if op.kind == "routed_experts"]
+    out = {}
+    for kind, op in found:
+        name = OPERAND if len(found) == 1 else f"{OPERAND}_{kind}"
+        layers = sum(kind in run for run in graph.layers)
+        weights, biases = (tuple(w.name for w in ws) for ws in (op.matrices(), op.biases()))
+        out[kind] = plan_experts(name, kind, build.formats.get("experts", "bf16"), layers, op.experts, build.expert_parallel,
+                                 build.tensor_parallel, op.x.width, op.width, op.down.shape[-1], weights, biases)
+    return out

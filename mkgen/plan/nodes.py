@@ -86,9 +86,19 @@ class Nodes:
         """The op of this sub-layer that makes v."""
         return next(op.name for op in self.sub.ops if v in op.outputs())
 
-    def activation(self, act) -> str:
-        """Source text of an activation of the names `gate` and `up`, float32."""
-        return "silu(gate, up)" if act.kind == "silu" else f"situ(gate, up, {act.beta}, {act.linear_beta})"
+    def activation(self, act, gated: bool = True) -> dict:
+        """Source text, float32, of an activation of the names `gate` and `up`, or of `up` alone: lines that cut them first
+        (`cut`), then the expression (`activation`)."""
+        x = "gate" if gated else "up"
+        cut = [f"{x} = jnp.minimum({x}, {act.limit})"] if act.limit else []
+        if gated and act.limit:
+            cut.append(f"up = jnp.clip(up, -{act.limit}, {act.limit})")
+        up = f"(up + {act.up_offset})" if act.up_offset else "up"
+        if act.kind == "situ":
+            phi, up = f"situ({x}, {act.beta})", f"({act.linear_beta} * jnp.tanh({up} / {act.linear_beta}))"
+        else:
+            phi = f"{act.kind}({x})" if act.alpha == 1 else f"{x} * jax.nn.sigmoid({act.alpha} * {x})"
+        return dict(cut=tuple(cut), activation=f"({phi} * {up})" if gated else f"({phi})")
 
     def fact(self, name: str) -> str:
         return f"m.facts[layer * FACTS + {name.upper()}]"

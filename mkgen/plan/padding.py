@@ -71,12 +71,13 @@ def _of(plan: Plan, w: Weight, item: float, what: str) -> Padding:
 
 def expert_paddings(plan: Plan) -> dict[str, Padding]:
     """Experts that no rank has, and columns of those that are there."""
-    image = plan.experts
-    if image is None:
-        return {}
-    parts, size = image.tensor_parallel, image.layers * image.rows * ROW_BYTES
-    room = plan.mesh.ranks // parts * image.local_experts
-    wide = image.width * parts
-    slots, columns = (room - image.experts) * parts * size, image.experts * parts * size * (wide - image.whole_width) // wide
-    return {"experts": Padding("experts", image.experts, room, slots, room * parts * size),
-            "expert columns": Padding("expert columns", image.whole_width, wide, columns, image.experts * parts * size)}
+    out = {}
+    for image in plan.experts:
+        parts, size = image.tensor_parallel, image.layers * image.rows * ROW_BYTES
+        room = plan.mesh.ranks // parts * image.local_experts
+        wide = image.width * parts
+        slots, columns = (room - image.experts) * parts * size, image.experts * parts * size * (wide - image.whole_width) // wide
+        out[image.name] = Padding("experts", image.experts, room, slots, room * parts * size)
+        out[image.name.replace("experts", "expert columns")] = Padding("expert columns", image.whole_width, wide, columns,
+                                                                       image.experts * parts * size)
+    return out

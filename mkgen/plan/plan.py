@@ -42,7 +42,7 @@ class Plan:
     vectors: dict[str, Vector]
     weights: dict[str, Weight]
     states: dict[str, str]               # state name -> HBM buffer
-    experts: ExpertImage | None
+    experts: tuple[ExpertImage, ...]     # one a kind of routed experts
     embed_rows: int                      # u32 rows of the rank's embedding table
     ring_depth: int
     slot_rows: int
@@ -101,5 +101,5 @@ class Plan:
 
     def bytes_per_core(self, rows: int) -> int:
         """HBM bytes that stay on a core: tape, experts, embedding, states."""
-        experts = self.experts.bytes if self.experts else 0
+        experts = sum(image.bytes for image in self.experts)
         return self.tape_rows * 512 + experts + self.embed_rows * 512 + self.state_bytes(rows)

@@ -33,7 +33,7 @@ def planned(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     common.declare_shared(memory)
     plan = Plan(spec=spec, graph=graph, target=target, mesh=mesh, regions=regions, buffers=memory.buffers,
                 transfers=memory.transfers, matrices=memory.matrices, vectors=memory.vectors, weights=memory.weights,
-                states={n: b.name for n, (_, b) in memory.states.items()}, experts=memory.experts.get("image"),
+                states={n: b.name for n, (_, b) in memory.states.items()}, experts=tuple(memory.experts.values()),
                 embed_rows=memory.embed_rows, ring_depth=memory.ring_depth, slot_rows=memory.slot_rows, why=tuple(memory.notes))
     check_budget(plan)
     return plan

@@ -1,11 +1,13 @@
 """The builder's view of weights: cuts them into chunks of the tape and gives the source text that reads them."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Weight
-from mkgen.plan.experts import ExpertImage, plan_experts
+from mkgen.plan.experts import ExpertImage
 from mkgen.plan.memory import Place, identifier
-from mkgen.plan.regions import Advance, Start, Wait
+from mkgen.plan.regions import Advance, Buffer, Start, Wait
 from mkgen.plan.shard import local_units
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
 
@@ -139,12 +141,22 @@ class Weights:
         return words
 
     def expert_image(self, op) -> ExpertImage:
-        layers = sum(self.sub.name in run for run in self.memory.graph.layers)
-        names = tuple(w.name for w in op.weights())
-        image = plan_experts(self.build.formats.get("experts", "bf16"), layers, op.experts, self.build.expert_parallel,
-                             self.build.tensor_parallel, op.x.width, op.width, op.y.width, names)
-        self.memory.weights.update({w.name: w for w in op.weights()})
-        if self.memory.experts.setdefault("image", image) != image:
-            raise MkgenError(f"{op.name}: a second kind of routed experts\n  why: one expert image holds the experts of all layers, of one shape\n"
-                             "  fix: give all moe layers one kind")
-        return image
+        """The image of this kind's experts."""
+        self.memory.weights.update({w.name: w for w in (*op.matrices(), *op.biases())})
+        return self.memory.experts[self.sub.name]
+
+    def expert_buffer(self, name: str, shape: tuple[int, ...], dtype: str, purpose: str) -> str:
+        """A buffer that routed experts work in; kinds share it if they are of one shape, else each has its own."""
+        shared = Buffer(name, shape, dtype, "vmem", purpose)
+        if self.memory.buffers.setdefault(name, shared) != shared:
+            name = self.buffer(name + self.memory.experts[self.sub.name].suffix, shape, dtype, purpose)
+        return name
+
+    def top_k(self, image: ExpertImage) -> int:
+        """Of a kind of routed experts."""
+        sub = self.memory.graph.ffns[image.kind]
+        return next(op.top_k for op in sub.ops if op.kind == "routed_experts")
+
+    def most(self, of: Callable[[ExpertImage], int]) -> int:
+        """The largest of all kinds of routed experts: what they share is as large as one of them needs it."""
+        return max(map(of, self.memory.experts.values()))

@@ -39,8 +39,9 @@ def load_kernel(plan: Plan):
 def pack_operands(plan: Plan, params) -> dict[str, jax.Array]:
     """All ranks' weights side by side, [ranks, ...]."""
     ranks = range(plan.mesh.ranks)
-    makers = {"tape": tape_image, "embedding": embedding_image, **({"experts": expert_image} if plan.experts else {})}
-    return {n: np.stack([make(plan, rank, params) for rank in ranks]) for n, make in makers.items()}
+    makers = {"tape": tape_image, "embedding": embedding_image}
+    made = {n: np.stack([make(plan, rank, params) for rank in ranks]) for n, make in makers.items()}
+    return made | {image.name: np.stack([expert_image(plan, image, rank, params) for rank in ranks]) for image in plan.experts}
 
 
 @dataclass

@@ -13,7 +13,7 @@ from mkgen.graph.build import build_graph
 from mkgen.plan.planner import make_plan
 from mkgen.plan.shard import round_up, sharers
 from mkgen.spec import schedule
-from mkgen.spec.model import Build, Gqa, Linear, Mla, Mlp, Model, Moe, Rope, Run, Spec
+from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, Rope, Router, Run, Spec
 from mkgen.spec.schedule import Item, Name, Repeat
 from mkgen.spec.validate import validate
 from mkgen.spec.yaml_lines import Where
@@ -29,6 +29,7 @@ WIDE = 128  # a rank's columns of a wide projection, not counting what is over 1
 NARROW = 64  # and where gate and up are to fill one block's columns
 EXPERT_INPUT = 384  # one whole 256-deep product and a rest
 EXPERT_WIDTH = 96  # a rank's
+LIMIT = 0.8  # of an activation: random gates and ups go well beyond it
 LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
 SOFTCAP = 2.0  # of logits, before their scale
 VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
@@ -225,7 +226,12 @@ def _linear(a: Linear, old_ranks: int, ranks: int) -> Linear:
 
 
 def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
-    return replace(f, width=sharded(f.width, old.ranks, new.ranks, NARROW))
+    return replace(f, width=sharded(f.width, old.ranks, new.ranks, NARROW), activation=_activation(f.activation))
+
+
+def _activation(a: Activation) -> Activation:
+    """Its limit where random weights reach it."""
+    return replace(a, limit=min(a.limit, LIMIT))
 
 
 def _moe(f: Moe, old: Build, new: Build) -> Moe:
@@ -236,14 +242,23 @@ def _moe(f: Moe, old: Build, new: Build) -> Moe:
     if f.width % parts:  # the last rank's share is short, by whole groups if it was
         width -= 32 if f.width % 32 == 0 and width % 32 == 0 else 1
     shared = sharded(f.shared_width, old.ranks, new.ranks, WIDE) if f.shared_width else 0
+    router = _groups(f.router, experts)
     return replace(
         f,
         experts=experts,
-        top_k=min(f.top_k, 4, experts),
+        top_k=min(f.top_k, 4, experts // router.groups * router.group_top_k),
+        router=router,
+        activation=_activation(f.activation),
         shared_width=shared,
         width=width,
         latent=min(f.latent, EXPERT_INPUT),
     )
+
+
+def _groups(r: Router, experts: int) -> Router:
+    """Groups of two or more of the mini's experts, as many of which are open as in the full model, in proportion."""
+    groups = max(n for n in range(1, r.groups + 1) if experts % n == 0 and (n == 1 or experts // n > 1))
+    return replace(r, groups=groups, group_top_k=max(1, r.group_top_k * groups // r.groups))
 
 
 _MIXERS = {Gqa: _gqa, Mla: _mla, Linear: _linear}

@@ -35,7 +35,7 @@ class RandomParams:
     """
 
     def __init__(self, graph: LayerGraph, seed: int, spec: Spec):
-        self.graph, self.seed = graph, seed
+        self.graph, self.seed, self.spec = graph, seed, spec
         self.mxfp4 = spec.build.formats.get("experts", "bf16") == "mxfp4"
         self._ends = {w.name for sub in (graph.begin, graph.end) for op in sub.ops for w in op.weights()}
         ops = [op for sub in graph.sublayers() for op in sub.ops]
@@ -70,6 +70,8 @@ class RandomParams:
         return np.random.default_rng([self.seed, zlib.crc32(weight.name.encode()), *key])
 
     def _make_expert(self, weight: Weight, layer: int, expert: int) -> np.ndarray:
+        if weight.assemble == "vector":  # a bias: large enough to be missed
+            return _bf16(0.5 * self._rng(weight, layer, expert).standard_normal(weight.shape[1]))
         if self.mxfp4:
             return dequantise_mxfp4(*self.expert_mxfp4(weight, layer, expert))[: weight.shape[1]]
         _, k, n = weight.shape
@@ -103,6 +105,10 @@ class RandomParams:
             return rng.uniform(-3, 0.5, weight.shape)
         if role == "router_bias":
             return rng.uniform(-0.1, 0.1, weight.shape)
+        if role == "router_linear_bias":
+            return rng.uniform(-1, 1, weight.shape) / self._logit_scale(weight)
+        if role == "shared_scale":  # as a projection: gates neither open nor shut
+            return rng.standard_normal(weight.shape) / math.sqrt(weight.shape[0])
         if weight.name in self._norms:
             n, behind = self._norms[weight.name], role == "post_norm"
             size = OUTPUT if behind and n.weight == "after" else 1.0
@@ -118,9 +124,12 @@ class RandomParams:
             return 0.3 * w + np.eye(len(w))[-1][:, None]
         if weight.assemble == "rows":
             return self._embedded * w
-        return (
-            w / math.sqrt(weight.shape[0]) * (ROUTER_SPREAD if role == "router" else self._output if role in OUTPUTS else 1)
-        )
+        size = self._output if role in OUTPUTS else ROUTER_SPREAD / self._logit_scale(weight) if role == "router" else 1
+        return w / math.sqrt(weight.shape[0]) * size
+
+    def _logit_scale(self, weight: Weight) -> float:
+        """Of the router that a weight belongs to: what it multiplies lies as much further apart."""
+        return self.spec.model.ffns[weight.name.rpartition(".")[0]].router.logit_scale
 
 
 def _bf16(w: np.ndarray) -> np.ndarray:

@@ -92,12 +92,11 @@ def hbm(made: Plan):
     """What stays in a core's HBM."""
     variants = made.spec.build.rows
     t = show.table("HBM held by a core", "what", *bytes_of(variants), "")
-    image = made.experts
     slots = f"{show.several(made.ring_depth, 'slot')} of {made.slot_rows * 512:,} bytes"
     fixed = [("tape", made.tape_rows * 512, f"{show.several(made.chunks, 'chunk')} through {slots}")]
-    if image:
+    for image in made.experts:
         each = f"{image.local_experts} in {image.format}, {image.rows * 512:,} bytes each"
-        fixed.append(("experts", image.bytes, f"{show.several(image.layers, 'layer')} of {each}"))
+        fixed.append((image.name, image.bytes, f"{show.several(image.layers, 'layer')} of {each}"))
     fixed.append(("embedding", made.embed_rows * 512, "this core's part of the vocabulary"))
     for name, size, note in fixed:
         t.add_row(name, *(show.number(size) for _ in variants), note)

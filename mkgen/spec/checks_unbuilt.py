@@ -55,21 +55,11 @@ def _linear(a: Linear) -> dict[str, bool]:
 
 
 def _mlp(f: Mlp) -> dict[str, bool]:
-    return {"gated": not f.gated, "activation": _unbuilt_activation(f)}
+    return {}
 
 
 def _moe(f: Moe) -> dict[str, bool]:
-    r = f.router
-    return {"gated": not f.gated, "activation": _unbuilt_activation(f), "bias": f.bias, "shared_gate": f.shared_gate,
-            "latent_input_norm": f.latent_input_norm is not None, "latent_norm": _odd(f.latent_norm),
-            "expert_norm": f.expert_norm is not None,
-            "router": r.score == "logits" or r.logit_scale != 1 or r.linear_bias or r.groups > 1 or r.after != "none"
-            or r.renorm_eps != 0 or r.scale_input}
-
-
-def _unbuilt_activation(f: Mlp | Moe) -> bool:
-    a = f.activation
-    return a.kind not in ("silu", "situ") or a.alpha != 1 or a.limit != 0 or a.up_offset != 0
+    return {"expert_norm": f.expert_norm is not None and f.expert_norm.kind != "rms"}
 
 
 _KINDS = {Gqa: _gqa, Mla: _mla, Linear: _linear, Mlp: _mlp, Moe: _moe}

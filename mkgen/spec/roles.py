@@ -154,6 +154,8 @@ def _moe(f: Moe, hidden: int) -> dict[str, tuple[int, ...]]:
     for role, norm in (("latent_input_norm", f.latent_input_norm), ("latent_norm", f.latent_norm)):
         if f.latent and norm is not None and norm.weight != "none":
             out[role] = (inner,)
+        if f.latent and norm is not None and norm.bias:
+            out[f"{role}_bias"] = (inner,)
     if f.shared_width:
         wide = f.shared_width
         out |= {**({"shared_gate": (wide, hidden)} if f.gated else {}), "shared_up": (wide, hidden), "shared_down": (hidden, wide)}

@@ -3,25 +3,27 @@ from __future__ import annotations
 
 from mkgen.graph.ir import Op, Value, Weight
 from mkgen.graph.kinds.common import Made, columns, rows
-from mkgen.graph.ops.elementwise import Add, GatedActivation
+from mkgen.graph.ops.elementwise import Add, GatedActivation, PlainActivation, TokenGate
 from mkgen.graph.ops.linear import Linear
-from mkgen.graph.ops.moe import Route, RoutedExperts
+from mkgen.graph.ops.moe import LANES, MixExperts, Route, RoutedExperts
 from mkgen.graph.ops.norm import norm
-from mkgen.spec.model import Mlp, Moe, Spec
+from mkgen.spec.model import Activation, Mlp, Moe, Norm, Spec
 
 
-def gated_mlp(name: str, x: Value, width: int, act, hidden: int, prefix: str = "", dtype: str = "bf16") -> Made:
-    gate, up = (Value(f"{name}.{prefix}{c}", width, units=width, groups=width) for c in ("gate", "up"))
+def feed_forward(name: str, x: Value, width: int, gated: bool, act: Activation, prefix: str = "", dtype: str = "bf16") -> Made:
+    """down(phi(gate, up)), or down(phi(up))."""
+    ins = tuple(Value(f"{name}.{prefix}{c}", width, units=width, groups=width) for c in (("gate", "up") if gated else ("up",)))
     h = Value(f"{name}.{prefix}act", width, units=width, groups=width)
-    y = Value(f"{name}.{prefix}out", hidden, dtype)
-    return [Linear(f"{name}.{prefix}gate_up", x, (gate, up), tuple(columns(v.name, x.width, width, groups=width) for v in (gate, up))),
-            GatedActivation(f"{name}.{prefix}act", gate, up, h, act),
-            Linear(f"{name}.{prefix}down", h, (y,), (rows(f"{name}.{prefix}down", h, hidden),), along="rows")], y
+    y = Value(f"{name}.{prefix}out", x.width, dtype)
+    phi = GatedActivation(h.name, *ins, h, act) if gated else PlainActivation(h.name, *ins, h, act)
+    ws = tuple(columns(v.name, x.width, width, groups=width) for v in ins)
+    return [Linear(f"{name}.{prefix}{'gate_up' if gated else 'up'}", x, ins, ws), phi,
+            Linear(f"{name}.{prefix}down", h, (y,), (rows(f"{name}.{prefix}down", h, x.width),), along="rows")], y
 
 
 def mlp(name: str, f: Mlp, h: Value, spec: Spec) -> Made:
-    """Gated MLP."""
-    return gated_mlp(name, h, f.width, f.activation, h.width)
+    """MLP."""
+    return feed_forward(name, h, f.width, f.gated, f.activation)
 
 
 def moe(name: str, f: Moe, h: Value, spec: Spec) -> Made:
@@ -33,22 +35,23 @@ def moe(name: str, f: Moe, h: Value, spec: Spec) -> Made:
     if f.latent:
         x = Value(f"{name}.latent_in", wide, units=wide)
         ops.append(Linear(f"{name}.latent_down", h, (x,), (columns(f"{name}.latent_down", hidden, wide),)))
-    bias = Weight(f"{name}.router_bias", (f.experts,), (f"{name}.router_bias",), "vector", "f32") if f.router.bias else None
+        x = normed(ops, name, "latent_input_norm", f.latent_input_norm, x)
+    linear_bias, bias = (vector(name, role, f.experts) if on else None
+                         for role, on in (("router_linear_bias", f.router.linear_bias), ("router_bias", f.router.bias)))
     route = Value(f"{name}.route", f.experts, "f32")
-    ops.append(Route(f"{name}.route", logits, route, bias, f.experts, f.top_k, f.router.score, f.router.renorm, f.router.scale))
-    gate, up = (Weight(f"{name}.expert_{c}", (f.experts, wide, f.width), (f"{name}.expert_{c}",), "linear") for c in ("gate", "up"))
-    down = Weight(f"{name}.expert_down", (f.experts, f.width, wide), (f"{name}.expert_down",), "linear")
+    ops.append(Route(f"{name}.route", logits, route, linear_bias, bias, f.experts, f.top_k, f.router))
     shared = None
     if f.shared_width:
-        body, shared = gated_mlp(name, h, f.shared_width, f.activation, hidden, "shared_", "f32")
+        body, shared = feed_forward(name, h, f.shared_width, f.gated, f.activation, "shared_", "f32")
         ops += body
-    y = Value(f"{name}.routed", wide, "bf16" if f.latent or not f.shared_width else "f32")
-    ops.append(RoutedExperts(f"{name}.experts", x, route, y, gate, up, down, f.experts, f.top_k, f.width, f.activation))
-    if f.latent_norm:
-        n = Value(f"{name}.routed_norm", wide)
-        ops.append(norm(f"{name}.latent_norm", y, n, f.latent_norm, dtype="f32"))
-        y = n
+        if f.shared_gate:
+            gated = Value(f"{name}.shared_gated", hidden, "f32")
+            w = Weight(f"{name}.shared_scale", (hidden,), (f"{name}.shared_scale",), "vector")
+            ops.append(TokenGate(f"{name}.shared_scale", shared, h, gated, w))
+            shared = gated
+    y = routed(ops, name, f, x, route, "bf16" if f.latent or not f.shared_width else "f32", spec.build.tensor_parallel)
     if f.latent:
+        y = normed(ops, name, "latent_norm", f.latent_norm, y)
         up_y = Value(f"{name}.routed_out", hidden, "f32" if shared else "bf16", units=hidden)
         ops.append(Linear(f"{name}.latent_up", y, (up_y,), (columns(f"{name}.latent_up", wide, hidden),)))
         y = up_y
@@ -57,3 +60,39 @@ def moe(name: str, f: Moe, h: Value, spec: Spec) -> Made:
         ops.append(Add(f"{name}.sum", y, shared, total))
         y = total
     return ops, y
+
+
+def routed(ops: list[Op], name: str, f: Moe, x: Value, route: Value, dtype: str, tensor_parallel: int) -> Value:
+    """The sum of the chosen experts. A norm of an expert's output needs all of it: where ranks share an expert, the outputs are
+    reduced one by one before they are normed and mixed."""
+    shapes = {"gate": (x.width, f.width), "up": (x.width, f.width), "down": (f.width, x.width)}
+    gate, up, down = (Weight(f"{name}.expert_{c}", (f.experts, *s), (f"{name}.expert_{c}",), "linear") if f.gated or c != "gate" else None
+                      for c, s in shapes.items())
+    biases = (Weight(f"{name}.expert_{c}_bias", (f.experts, s[1]), (f"{name}.expert_{c}_bias",), "vector", "f32")
+              if f.bias and (f.gated or c != "gate") else None for c, s in shapes.items())
+    y = Value(f"{name}.routed", x.width, dtype)
+    norm = f.expert_norm
+    w = vector(name, "expert_norm", x.width) if norm is not None and norm.weight != "none" else None
+    scaled = f.router.scale_input
+    if norm is None or tensor_parallel == 1:
+        ops.append(RoutedExperts(f"{name}.experts", x, route, y, gate, up, down, *biases, f.experts, f.top_k, f.width, f.activation,
+                                 scaled, norm, w))
+        return y
+    parts = Value(f"{name}.parts", f.top_k * -(-x.width // LANES) * LANES, "f32")
+    ops.append(RoutedExperts(f"{name}.experts", x, route, parts, gate, up, down, *biases, f.experts, f.top_k, f.width, f.activation,
+                             scaled, apart=True))
+    ops.append(MixExperts(f"{name}.mix", parts, route, y, w, f.top_k, norm, scaled))
+    return y
+
+
+def vector(name: str, role: str, width: int) -> Weight:
+    return Weight(f"{name}.{role}", (width,), (f"{name}.{role}",), "vector", "f32")
+
+
+def normed(ops: list[Op], name: str, role: str, n: Norm | None, x: Value) -> Value:
+    """x behind a norm, if there is one."""
+    if n is None:
+        return x
+    y = Value(f"{x.name}_norm", x.width)
+    ops.append(norm(f"{name}.{role}", x, y, n, dtype="f32"))
+    return y

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mkgen.graph.ir import Cost, Op, Value
+from mkgen.graph.ir import Cost, Op, Value, Weight
 from mkgen.spec.model import Activation
 
 
@@ -43,11 +43,24 @@ class Add(Op):
         b.step(self, "elementwise", "add", a=b.read(self.a, "f32"), b=b.read(self.b, "f32"), y=b.write(self.y))
 
 
-def activate(act: Activation, g, u):
-    """phi(g, u) in float32; see spec.model.Activation."""
+def activate(act: Activation, g, u=None):
+    """phi(g, u) in float32, or phi(g) of an ffn that is not gated; see spec.model.Activation."""
+    if act.limit:
+        g = jnp.minimum(g, act.limit)
     if act.kind == "silu":
-        return jax.nn.silu(g) * u
-    return act.beta * jnp.tanh(g / act.beta) * jax.nn.sigmoid(g) * act.linear_beta * jnp.tanh(u / act.linear_beta)
+        y = g * jax.nn.sigmoid(act.alpha * g)
+    elif act.kind == "gelu_tanh":
+        y = jax.nn.gelu(g, approximate=True)
+    elif act.kind == "relu2":
+        y = jnp.square(jnp.maximum(g, 0.0))
+    else:
+        y = act.beta * jnp.tanh(g / act.beta) * jax.nn.sigmoid(g)
+    if u is None:
+        return y
+    if act.limit:
+        u = jnp.clip(u, -act.limit, act.limit)
+    u = u + act.up_offset
+    return y * (act.linear_beta * jnp.tanh(u / act.linear_beta) if act.kind == "situ" else u)
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,75 @@ class GatedActivation(Op):
 
     def lower(self, b):
         b.step(self, "elementwise", "gated_activation", gate=b.read(self.gate, "f32"), up=b.read(self.up, "f32"), y=b.write(self.y),
-               activation=b.activation(self.act))
+               **b.activation(self.act))
+
+
+@dataclass(frozen=True)
+class PlainActivation(Op):
+    """y = r(phi(x))."""
+    x: Value
+    y: Value
+    act: Activation
+    kind = "activation"
+    rounds = "y"
+
+    def inputs(self):
+        return (self.x,)
+
+    def outputs(self):
+        return (self.y,)
+
+    def needs(self, spread):
+        return {}
+
+    def gives(self, spread):
+        return {self.y.name: spread[self.x.name]}
+
+    def cost(self):
+        return Cost(flops=6 * self.y.width)
+
+    def meaning(self, env):
+        env.put(self.y, activate(self.act, env[self.x]))
+
+    def lower(self, b):
+        b.step(self, "elementwise", "activation", x=b.read(self.x, "f32"), y=b.write(self.y), **b.activation(self.act, gated=False))
+
+
+@dataclass(frozen=True)
+class TokenGate(Op):
+    """y = x sigmoid(h . w): one gate a token. A partial sum stays one: it is multiplied by the same number everywhere."""
+    x: Value
+    h: Value
+    y: Value
+    w: Weight                            # [h.width]
+    kind = "token_gate"
+    rounds = "y to its dtype"
+
+    def inputs(self):
+        return (self.x, self.h)
+
+    def outputs(self):
+        return (self.y,)
+
+    def weights(self):
+        return (self.w,)
+
+    def needs(self, spread):
+        return {self.h.name: "whole"}
+
+    def gives(self, spread):
+        return {self.y.name: spread[self.x.name]}
+
+    def cost(self):
+        return Cost(flops=2 * self.h.width + self.y.width)
+
+    def meaning(self, env):
+        z = jnp.sum(env[self.h] * env.w(self.w), axis=-1, keepdims=True)
+        env.put(self.y, env[self.x] * jax.nn.sigmoid(z))
+
+    def lower(self, b):
+        b.step(self, "elementwise", "token_gate", x=b.read(self.x, "f32"), h=b.read(self.h, "f32"), w=b.vector(self.w),
+               width=self.h.width, y=b.write(self.y))
 
 
 @dataclass(frozen=True)

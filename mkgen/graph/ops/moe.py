@@ -8,22 +8,23 @@ import jax.numpy as jnp
 
 from mkgen.graph.ir import Cost, Op, Value, Weight
 from mkgen.graph.ops.elementwise import activate
-from mkgen.spec.model import Activation
+from mkgen.spec.model import Activation, Norm, Router
+
+LANES = 128
 
 
 @dataclass(frozen=True)
 class Route(Op):
-    """score(logits) -> top_k of score + bias (ties to the lowest id) -> weights = score -> renorm -> scale. All float32.
+    """The router's formula (spec.ffns.Router), all in float32; the largest keys are chosen, ties go to the lowest id.
 
-    `weights` [R, experts] is zero where an expert was not chosen; inactive rows choose none."""
+    `route` [R, experts] is the weight of each expert, zero where it was not chosen; inactive rows choose none."""
     logits: Value
     route: Value
+    linear_bias: Weight | None
     bias: Weight | None
     experts: int
     top_k: int
-    score: str
-    renorm: bool
-    scale: float
+    router: Router
     kind = "route"
     rounds = "none"
 
@@ -34,48 +35,87 @@ class Route(Op):
         return (self.route,)
 
     def weights(self):
-        return () if self.bias is None else (self.bias,)
+        return tuple(w for w in (self.linear_bias, self.bias) if w is not None)
 
     def cost(self):
         return Cost(flops=3 * self.top_k * self.experts)
 
     def meaning(self, env):
-        logits = env[self.logits]
-        score = jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        pick = score if self.bias is None else score + env.w(self.bias)
-        order = jnp.argsort(-pick, axis=-1, stable=True)
-        rank = jnp.argsort(order, axis=-1)
-        chosen = (rank < self.top_k) & env.active[:, None]
+        r, logits = self.router, env[self.logits]
+        if self.linear_bias is not None:
+            logits = logits + env.w(self.linear_bias)
+        logits = logits * r.logit_scale
+        score = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax, "logits": lambda z: z}[r.score](logits)
+        key = score if self.bias is None else score + env.w(self.bias)
+        gap = jnp.full(env.rows, jnp.inf)
+        if r.groups > 1:
+            runs = jnp.sort(key.reshape(env.rows, r.groups, -1), axis=-1)
+            best = runs[..., -1] if r.group_score == "max" else runs[..., -2:].sum(-1)
+            open_groups, gap = largest(best, r.group_top_k)
+            key = jnp.where(jnp.repeat(open_groups, self.experts // r.groups, axis=1), key, -jnp.inf)
+        chosen, near = largest(key, self.top_k)
+        chosen &= env.active[:, None]
         weight = jnp.where(chosen, score, 0.0)
-        if self.renorm:
-            weight = weight / jnp.where(env.active[:, None], jnp.sum(weight, -1, keepdims=True), 1.0)
-        env.put(self.route, weight * self.scale)
-        gap = jnp.take_along_axis(pick, order[:, self.top_k - 1:self.top_k], 1)
-        if self.top_k < self.experts:
-            env.note(self.name, chosen, (gap - jnp.take_along_axis(pick, order[:, self.top_k:self.top_k + 1], 1))[:, 0])
+        if r.after == "softmax":
+            weight = jnp.where(env.active[:, None], jax.nn.softmax(jnp.where(chosen, score, -jnp.inf), axis=-1), 0.0)
+        elif r.after == "sigmoid":
+            weight = jnp.where(chosen, jax.nn.sigmoid(score), 0.0)
+        if r.renorm:
+            total = jnp.sum(weight, -1, keepdims=True) + r.renorm_eps
+            weight = weight / jnp.where(env.active[:, None], total, 1.0)
+        env.put(self.route, weight * r.scale)
+        gap = jnp.minimum(gap, near)
+        if bool(jnp.isfinite(gap).all()):
+            env.note(self.name, chosen, gap)
 
     def lower(self, b):
-        route = b.write(self.route)
-        b.step(self, "experts", "route", reads=("position_column",), writes=(route.ref[2:], "wanted", "expert_count"), logits=b.read(self.logits, "f32"), bias=None if self.bias is None else b.vector(self.bias),
-               route=route.ref, experts=self.experts, top_k=self.top_k, score=self.score, renorm=self.renorm, scale=self.scale)
+        route, image = b.write(self.route), b.memory.experts[b.sub.name]
+        b.together(*((w,) for w in self.weights()))
+        linear_bias, bias = (None if w is None else b.vector(w) for w in (self.linear_bias, self.bias))
+        wanted = b.expert_buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
+        b.step(self, "experts", "route", reads=("position_column",), writes=(route.ref[2:], wanted, "expert_count"),
+               logits=b.read(self.logits, "f32"), linear_bias=linear_bias, bias=bias, route=route.ref, experts=self.experts,
+               top_k=self.top_k, router=self.router, wanted=wanted, local=f"LOCAL_EXPERTS{image.suffix.upper()}")
         b.close()
+
+
+def largest(key, count: int):
+    """([rows, n] bool: the `count` largest of each row, ties to the lowest index; [rows]: by how much they beat the rest)."""
+    order = jnp.argsort(-key, axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1)
+    if count == key.shape[-1]:
+        return rank < count, jnp.full(len(key), jnp.inf)
+    last, next_ = (jnp.take_along_axis(key, order[:, i:i + 1], 1)[:, 0] for i in (count - 1, count))
+    return rank < count, last - next_
 
 
 @dataclass(frozen=True)
 class RoutedExperts(Op):
-    """y = sum_e route_e * (r(phi(r(x G_e), r(x U_e))) D_e) over the chosen experts; each rank adds up its own: a partial sum, not rounded."""
+    """y = sum_e route_e f_e(x) over the chosen experts, f_e(x) = r(phi(r(x G_e), r(x U_e))) D_e, or r(phi(r(x U_e))) D_e where they
+    are not gated; each product (+ its bias). Each rank adds up its own experts: a partial sum, not rounded.
+
+    scale_input: f_e(r(route_e x)) is added as it is. norm: an expert's whole output is normed first, r(f_e) -> norm.
+    apart: nothing is weighed or added: y holds f_e of a row's chosen experts side by side, by id, each padded to whole lanes
+    (`MixExperts` goes on from there)."""
     x: Value
     route: Value
     y: Value
-    gate: Weight                         # [experts, K, F]
+    gate: Weight | None                  # [experts, K, F]
     up: Weight
     down: Weight                         # [experts, F, D]
+    gate_bias: Weight | None             # [experts, F]
+    up_bias: Weight | None
+    down_bias: Weight | None
     experts: int
     top_k: int
     width: int
     act: Activation
+    scale_input: bool = False
+    norm: Norm | None = None
+    norm_weight: Weight | None = None    # [D]
+    apart: bool = False
     kind = "routed_experts"
-    rounds = "gate, up and phi; y to its dtype after the sum over ranks"
+    rounds = "gate, up and phi; the output where it is normed; y to its dtype after the sum over ranks"
 
     def inputs(self):
         return (self.x, self.route)
@@ -83,49 +123,138 @@ class RoutedExperts(Op):
     def outputs(self):
         return (self.y,)
 
+    def matrices(self) -> tuple[Weight, ...]:
+        """Of an expert, as its image has them."""
+        return tuple(w for w in (self.gate, self.up, self.down) if w is not None)
+
+    def biases(self) -> tuple[Weight, ...]:
+        return tuple(w for w in (self.gate_bias, self.up_bias, self.down_bias) if w is not None)
+
     def weights(self):
-        return (self.gate, self.up, self.down)
+        return (*self.matrices(), *self.biases(), *(() if self.norm_weight is None else (self.norm_weight,)))
 
     def gives(self, spread):
         return {self.y.name: "partial"}
 
     def cost(self):
-        return Cost(flops=2 * self.top_k * sum(w.shape[1] * w.shape[2] for w in self.weights()))
+        return Cost(flops=2 * self.top_k * sum(w.shape[1] * w.shape[2] for w in self.matrices()))
 
     def meaning(self, env):
-        x, route = env[self.x], env[self.route]
+        x, route, out = env[self.x], env[self.route], self.down.shape[-1]
+        slot = -(-out // LANES) * LANES
+        place = jnp.cumsum(route != 0, axis=1) - 1
         y = jnp.zeros((env.rows, self.y.width), jnp.float32)
         for e in env.chosen(route):
-            g, u = (env.r(jnp.dot(x, env.expert(w, e), precision="highest")) for w in (self.gate, self.up))
-            h = env.r(activate(self.act, g, u))
-            y += route[:, e:e + 1] * jnp.dot(h, env.expert(self.down, e), precision="highest")
+            weight = route[:, e:e + 1]
+            f = self.expert(env, env.r(x * weight) if self.scale_input else x, e)
+            if self.norm is not None:
+                f = normed(env, f, self.norm, self.norm_weight)
+            if self.apart:
+                for j in range(self.top_k):
+                    mine = (weight != 0) & (place[:, e:e + 1] == j)
+                    y = y.at[:, j * slot:j * slot + out].add(jnp.where(mine, f, 0.0))
+            else:
+                y += jnp.where(weight != 0, f, 0.0) if self.scale_input else weight * f
         env.put(self.y, y)
+
+    def expert(self, env, x, e):
+        def product(x, w, bias):
+            y = jnp.dot(x, env.expert(w, e), precision="highest")
+            return y if bias is None else y + env.expert(bias, e)
+
+        up = env.r(product(x, self.up, self.up_bias))
+        h = activate(self.act, up) if self.gate is None else activate(self.act, env.r(product(x, self.gate, self.gate_bias)), up)
+        return product(env.r(h), self.down, self.down_bias)
 
     def lower(self, b):
         image = b.expert_image(self)
-        slots, rows = b.build.expert_slots, b.max_rows * self.top_k
-        b.buffer("expert_slot", (slots, image.rows, 128), "u32", "experts, one a slot")
+        slots, rows, copy = b.build.expert_slots, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
+        most, count, local = b.most(lambda i: i.rows), "m.expert_count[0]", f"LOCAL_EXPERTS{image.suffix.upper()}"
+        b.buffer("expert_slot", (slots, most, LANES), "u32", "experts, one a slot")
         b.semaphores("expert_sem", (slots,), "one an expert slot")
-        b.buffer("expert_ids", (min(image.local_experts, rows),), "i32", "local ids of the layer's distinct experts", space="smem")
+        listed = max(min(i.local_experts, b.max_rows * b.top_k(i)) for i in b.memory.experts.values())
+        b.buffer("expert_ids", (listed,), "i32", "local ids of the layer's distinct experts", space="smem")
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
-        b.buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
-        b.buffer("expert_gate_up", (8, 2 * image.width_padded), "f32", "gate | up of one expert")
+        wanted = b.expert_buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
+        scratch = {"products": b.expert_buffer("expert_up", (8, image.up.panels * LANES), "f32",
+                                               "gate | up of one expert" if image.gated else "up of one expert")}
         for name, k in (("expert_x", image.up.k), ("expert_h", image.down.k)):
             terms = 2 if b.build.activations == "f32" else 1
             shape = (-(-k // 256), 64 * terms, 256) if image.format == "mxfp4" else (8, k)
-            b.buffer(name, shape, "bf16" if terms == 1 or len(shape) == 3 else "f32", "left operand" + (", block-diagonal" if len(shape) == 3 else ""))
-        b.transfer("expert_copy", ("m", "index", "i"), "m.experts.at[index * LOCAL_EXPERTS + m.expert_ids[i]]", "m.expert_slot.at[slot]",
+            scratch[name[-1]] = b.expert_buffer(name, shape, "bf16" if terms == 1 or len(shape) == 3 else "f32",
+                                                "left operand" + (", block-diagonal" if len(shape) == 3 else ""))
+        if self.norm is not None or self.apart:
+            scratch["whole"] = b.expert_buffer("expert_out", (8, image.down.panels * LANES), "f32", "output of one expert")
+        target = "m.expert_slot.at[slot]" if image.rows == most else f"m.expert_slot.at[slot, pl.ds(0, {image.rows})]"
+        b.transfer(copy, ("m", "index", "i"), f"m.{image.name}.at[index * {local} + m.expert_ids[i]]", target,
                    "m.expert_sem.at[slot]", image.rows * 512, "Number i of the layer's list of experts, into its slot.",
-                   setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=("experts",), writes=("expert_slot",))
-        count = "m.expert_count[0]"
+                   setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=(image.name,), writes=("expert_slot",))
         with b.after(b.maker(self.route)):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, EXPERT_SLOTS)", bound=slots):
-                b.step(self, "experts", "take", reads=("wanted",), writes=("wanted", "expert_ids"))
-                b.start("expert_copy", "m", "index", "i")
-        y = b.write(self.y, width=image.down.panels * 128, dtype="f32")
-        b.step(self, "experts", "begin", writes=(y.ref[2:], "expert_x"), x=b.read(self.x, "bf16"), pad=image.up.k - image.k, y=y.ref, mxfp4=image.format == "mxfp4")
-        b.step(self, "experts", "take_rest", reads=("wanted",), writes=("wanted", "expert_ids"), slots="EXPERT_SLOTS")
+                b.step(self, "experts", "take", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}")
+                b.start(copy, "m", "index", "i")
+        x = b.read(self.x, "bf16")
+        y = b.write(self.y, width=None if self.apart else image.down.panels * LANES, dtype="f32")
+        b.step(self, "experts", "begin", writes=(y.ref[2:], *(() if self.scale_input else (scratch["x"],))), y=y.ref,
+               x=None if self.scale_input else x, operand=f"m.{scratch['x']}", image=image)
+        b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}")
+        weight = None if self.norm_weight is None else b.vector(self.norm_weight)
         with b.loop("routed_expert", "i", count, bound=min(image.local_experts, rows)):
-            b.wait("expert_copy", "m", "index", "i")
-            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", "expert_x"), writes=(y.ref[2:], "expert_gate_up", "expert_h"), route=b.ref(self.route), y=y.ref, image=image, activation=b.activation(self.act))
-            b.start("expert_copy", "m", "index", "i + EXPERT_SLOTS", when=f"i + EXPERT_SLOTS < {count}")
+            b.wait(copy, "m", "index", "i")
+            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", scratch["x"]),
+                   writes=(y.ref[2:], *scratch.values()) if self.scale_input else (y.ref[2:], *(v for k, v in scratch.items() if k != "x")),
+                   x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
+                   norm=self.norm, apart=self.top_k if self.apart else 0, **b.activation(self.act, image.gated))
+            b.start(copy, "m", "index", "i + EXPERT_SLOTS", when=f"i + EXPERT_SLOTS < {count}")
+
+
+def normed(env, x, norm: Norm, w: Weight | None):
+    """RMS norm of r(x); a weight before it makes r(r(x) (offset + w))."""
+    x = env.r(x)
+    if norm.weight == "before":
+        x = env.r(x * (norm.offset + env.w(w)))
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm.eps)
+    return x * (norm.offset + env.w(w)) if norm.weight == "after" else x
+
+
+@dataclass(frozen=True)
+class MixExperts(Op):
+    """y = sum_j route_j norm(r(parts_j)): the outputs of a row's chosen experts, whole, normed one by one, weighed and added.
+
+    parts [R, top_k slots]: as RoutedExperts leaves them `apart`. scaled: the weights are in the experts' inputs already."""
+    parts: Value
+    route: Value
+    y: Value
+    w: Weight | None                     # [y.width]
+    top_k: int
+    norm: Norm
+    scaled: bool = False
+    kind = "mix_experts"
+    rounds = "each output, and once more behind a weight in front of the norm; y"
+
+    def inputs(self):
+        return (self.parts, self.route)
+
+    def outputs(self):
+        return (self.y,)
+
+    def weights(self):
+        return () if self.w is None else (self.w,)
+
+    def cost(self):
+        return Cost(flops=6 * self.top_k * self.y.width)
+
+    def meaning(self, env):
+        route, slot = env[self.route], self.parts.width // self.top_k
+        place = jnp.cumsum(route != 0, axis=1) - 1
+        y = jnp.zeros((env.rows, self.y.width), jnp.float32)
+        for j in range(self.top_k):
+            part = env[self.parts][:, j * slot:j * slot + self.y.width]
+            weight = jnp.sum(jnp.where((place == j) & (route != 0), 1.0 if self.scaled else route, 0.0), -1, keepdims=True)
+            y += weight * normed(env, part, self.norm, self.w)
+        env.put(self.y, y)
+
+    def lower(self, b):
+        weight = None if self.w is None else b.vector(self.w)
+        b.step(self, "experts", "mix", parts=b.ref(self.parts), route=b.ref(self.route), y=b.write(self.y), top_k=self.top_k,
+               slot=self.parts.width // self.top_k, width=self.y.width, norm=self.norm, weight=weight, scaled=self.scaled)
