@@ -96,9 +96,8 @@ def per_head(x, head_dim):
     wide = (x.shape[0], head_dim)
     return jnp.concatenate([jnp.broadcast_to(h, wide) for h in heads_of(x, 1)], axis=1)
 
-def situ(gate, up, beta, linear_beta):
-    bounded = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate)
-    return bounded * (linear_beta * jnp.tanh(up / linear_beta))
+def situ(x, beta):
+    return beta * jnp.tanh(x / beta) * jax.nn.sigmoid(x)
 
 MIX_LANES = 1024  # of one trip: few enough for the registers
 
@@ -560,9 +559,9 @@ EXPERT_SLOTS = 4
 GROUP = 32  # k rows that share one e8m0 scale
 DEPTH = 256  # k rows of one block-diagonal dot: the depth of the MXU
 
-def first_expert():
-    """The first of this rank's experts; the ranks of one tensor-parallel group share them."""
-    return lax.div(lax.axis_index("tp"), 4) * LOCAL_EXPERTS
+def first_expert(local):
+    """The first of a rank's `local` experts; the ranks of one tensor-parallel group share them."""
+    return lax.div(lax.axis_index("tp"), 4) * local
 
 def lower_lanes(flags):
     """flags [8, n] bool -> f32 [8, n]: how many lower lanes of the row are set.
@@ -598,21 +597,21 @@ def top_k_lanes(key, top_k):
     need = top_k - jnp.sum(jnp.where(above, 1.0, 0.0), axis=1, keepdims=True)
     return above | (tied & (lower_lanes(tied) < need))
 
-def want_experts(m, chosen):
+def want_experts(m, wanted, chosen, local):
     """Marks this rank's experts that any row chose: their local id, else a number past all ids."""
     experts = chosen.shape[1]
-    local = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert()
-    mine = (local >= 0) & (local < LOCAL_EXPERTS)
-    wanted = mine & (jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0)
-    m.wanted[...] = jnp.where(wanted, local.astype(f32), float(experts))
-    m.expert_count[0] = jnp.sum(jnp.where(wanted, 1.0, 0.0)).astype(i32)
+    here = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert(local)
+    asked = jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0
+    asked = asked & (here >= 0) & (here < local)
+    wanted[...] = jnp.where(asked, here.astype(f32), float(experts))
+    m.expert_count[0] = jnp.sum(jnp.where(asked, 1.0, 0.0)).astype(i32)
 
-def take_expert(m, i):
+def take_expert(m, wanted, i):
     """The lowest expert still wanted becomes number i of the list."""
-    wanted = m.wanted[...]
-    lowest = jnp.min(wanted)
+    left = wanted[...]
+    lowest = jnp.min(left)
     m.expert_ids[i] = lowest.astype(i32)
-    m.wanted[...] = jnp.where(wanted == lowest, float(wanted.shape[1]), wanted)
+    wanted[...] = jnp.where(left == lowest, float(left.shape[1]), left)
 
 def panel_part(m, slot, at, panel, panel_rows, skip, rows):
     """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
@@ -668,18 +667,19 @@ def run_expert(m, i, route, y):
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
 
     def write_up(panel, columns, gate_up):
-        m.expert_gate_up[:, lanes(panel * LANES, columns)] = gate_up
+        m.expert_up[:, lanes(panel * LANES, columns)] = gate_up
 
     def add_down(panel, columns, down):
         y[:, lanes(panel * LANES, columns)] += weight * down
 
     expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
-    gate = m.expert_gate_up[:, :width]
-    up = m.expert_gate_up[:, 768 : 768 + width]
-    h = situ(gate, up, 4.0, 25.0)
+    gate = m.expert_up[:, :width]
+    up = m.expert_up[:, 768 : 768 + width]
+    h = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
     block_diagonal(m.expert_h, h)
-    here = lax.broadcasted_iota(i32, route.shape, 1) == first_expert() + m.expert_ids[i]
-    weight = jnp.sum(jnp.where(here, route[...], 0.0), axis=1, keepdims=True)
+    expert = first_expert(LOCAL_EXPERTS) + m.expert_ids[i]
+    lane = lax.broadcasted_iota(i32, route.shape, 1)
+    weight = jnp.sum(jnp.where(lane == expert, route[...], 0.0), axis=1, keepdims=True)
     expert_matmul(m, slot, EXPERT_DOWN, m.expert_h, add_down)
 
 # ---- copies --------------------------------------------------------------------------------------
@@ -927,7 +927,7 @@ def mla_mixer(m, layer, index, g):
     return g
 
 def dense_ffn(m, layer, index, g):
-    """Gated MLP."""
+    """MLP."""
     tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56
     # -- ffn_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
@@ -947,7 +947,7 @@ def dense_ffn(m, layer, index, g):
     # -- dense.act
     gate = m.gate_up_y[:, 0:1056]
     up = m.gate_up_y[:, 1056:2112]
-    m.act[...] = situ(gate, up, 4.0, 25.0)
+    m.act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
 
     # -- dense.down
     def dense_down_block(i, g):
@@ -987,13 +987,13 @@ def moe_ffn(m, layer, index, g):
     total = jnp.sum(weight, axis=1, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
     m.route[...] = weight
-    want_experts(m, chosen)
+    want_experts(m, m.wanted, chosen, LOCAL_EXPERTS)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
     # -- moe.experts
     def first_experts(i, _):
-        take_expert(m, i)
+        take_expert(m, m.wanted, i)
         expert_copy(m, index, i).start()
 
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
@@ -1008,7 +1008,7 @@ def moe_ffn(m, layer, index, g):
     # -- moe.shared_act
     gate = m.shared_gate_up_y[:, 0:192]
     up = m.shared_gate_up_y[:, 192:384]
-    m.shared_act[...] = situ(gate, up, 4.0, 25.0)
+    m.shared_act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
 
     # -- moe.shared_down
     def moe_shared_down_block(i, g):
@@ -1023,7 +1023,7 @@ def moe_ffn(m, layer, index, g):
     m.routed[...] = jnp.zeros_like(m.routed)
     block_diagonal(m.expert_x, m.latent_in_whole[...])
     first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
-    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, i), None)
+    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, m.wanted, i), None)
 
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
@@ -1179,6 +1179,7 @@ def places(rows):
         "latent_down_y": vmem((8, 112), f32),  # latent_in, not rounded
         "router_logits_whole": vmem((8, 896), f32),  # router_logits of all ranks
         "route": vmem((8, 896), f32),  # route
+        "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
         "shared_gate_up_y": vmem((8, 384), f32),  # shared_gate | shared_up, not rounded
         "shared_act": vmem((8, 192), f32),  # gated activation
         "shared_down_y": vmem((8, 7168), f32),  # shared_out, not rounded
@@ -1187,8 +1188,7 @@ def places(rows):
         "expert_sem": dma((4,)),  # one an expert slot
         "expert_ids": smem((112,), i32),  # local ids of the layer's distinct experts
         "expert_count": smem((1,), i32),  # how many
-        "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
-        "expert_gate_up": vmem((8, 1536), f32),  # gate | up of one expert
+        "expert_up": vmem((8, 1536), f32),  # gate | up of one expert
         "expert_x": vmem((14, 128, 256), bf16),  # left operand, block-diagonal
         "expert_h": vmem((3, 128, 256), bf16),  # left operand, block-diagonal
         "routed": vmem((8, 3584), f32),  # routed experts

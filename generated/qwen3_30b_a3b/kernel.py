@@ -80,8 +80,8 @@ def norm_heads(x, w, eps):
     scales = [lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + eps) for h in heads]
     return jnp.concatenate([h * s * w for h, s in zip(heads, scales)], axis=1)
 
-def silu(gate, up):
-    return gate * jax.nn.sigmoid(gate) * up
+def silu(x):
+    return x * jax.nn.sigmoid(x)
 
 # ---- rows, tokens --------------------------------------------------------------------------------
 
@@ -433,9 +433,9 @@ EXPERT_DOWN = Section(6144, 384, 16, 192, 9216, 0, 16)
 LOCAL_EXPERTS = 32
 EXPERT_SLOTS = 4
 
-def first_expert():
-    """The first of this rank's experts; the ranks of one tensor-parallel group share them."""
-    return lax.div(lax.axis_index("tp"), 2) * LOCAL_EXPERTS
+def first_expert(local):
+    """The first of a rank's `local` experts; the ranks of one tensor-parallel group share them."""
+    return lax.div(lax.axis_index("tp"), 2) * local
 
 def lower_lanes(flags):
     """flags [8, n] bool -> f32 [8, n]: how many lower lanes of the row are set.
@@ -471,21 +471,21 @@ def top_k_lanes(key, top_k):
     need = top_k - jnp.sum(jnp.where(above, 1.0, 0.0), axis=1, keepdims=True)
     return above | (tied & (lower_lanes(tied) < need))
 
-def want_experts(m, chosen):
+def want_experts(m, wanted, chosen, local):
     """Marks this rank's experts that any row chose: their local id, else a number past all ids."""
     experts = chosen.shape[1]
-    local = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert()
-    mine = (local >= 0) & (local < LOCAL_EXPERTS)
-    wanted = mine & (jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0)
-    m.wanted[...] = jnp.where(wanted, local.astype(f32), float(experts))
-    m.expert_count[0] = jnp.sum(jnp.where(wanted, 1.0, 0.0)).astype(i32)
+    here = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert(local)
+    asked = jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0
+    asked = asked & (here >= 0) & (here < local)
+    wanted[...] = jnp.where(asked, here.astype(f32), float(experts))
+    m.expert_count[0] = jnp.sum(jnp.where(asked, 1.0, 0.0)).astype(i32)
 
-def take_expert(m, i):
+def take_expert(m, wanted, i):
     """The lowest expert still wanted becomes number i of the list."""
-    wanted = m.wanted[...]
-    lowest = jnp.min(wanted)
+    left = wanted[...]
+    lowest = jnp.min(left)
     m.expert_ids[i] = lowest.astype(i32)
-    m.wanted[...] = jnp.where(wanted == lowest, float(wanted.shape[1]), wanted)
+    wanted[...] = jnp.where(left == lowest, float(left.shape[1]), left)
 
 def panel_part(m, slot, at, panel, panel_rows, skip, rows):
     """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
@@ -509,18 +509,19 @@ def run_expert(m, i, route, y):
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
 
     def write_up(panel, columns, gate_up):
-        m.expert_gate_up[:, lanes(panel * LANES, columns)] = gate_up
+        m.expert_up[:, lanes(panel * LANES, columns)] = gate_up
 
     def add_down(panel, columns, down):
         y[:, lanes(panel * LANES, columns)] += weight * down
 
     expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
-    gate = round_bf16(m.expert_gate_up[:, :width])
-    up = round_bf16(m.expert_gate_up[:, 384 : 384 + width])
-    h = silu(gate, up).astype(bf16)
+    gate = round_bf16(m.expert_up[:, :width])
+    up = round_bf16(m.expert_up[:, 384 : 384 + width])
+    h = (silu(gate) * up).astype(bf16)
     m.expert_h[...] = h
-    here = lax.broadcasted_iota(i32, route.shape, 1) == first_expert() + m.expert_ids[i]
-    weight = jnp.sum(jnp.where(here, route[...], 0.0), axis=1, keepdims=True)
+    expert = first_expert(LOCAL_EXPERTS) + m.expert_ids[i]
+    lane = lax.broadcasted_iota(i32, route.shape, 1)
+    weight = jnp.sum(jnp.where(lane == expert, route[...], 0.0), axis=1, keepdims=True)
     expert_matmul(m, slot, EXPERT_DOWN, m.expert_h, add_down)
 
 # ---- copies --------------------------------------------------------------------------------------
@@ -683,20 +684,20 @@ def moe_ffn(m, layer, index, g):
     total = jnp.sum(weight, axis=1, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
     m.route[...] = weight
-    want_experts(m, chosen)
+    want_experts(m, m.wanted, chosen, LOCAL_EXPERTS)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
     # -- moe.experts
     def first_experts(i, _):
-        take_expert(m, i)
+        take_expert(m, m.wanted, i)
         expert_copy(m, index, i).start()
 
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
     m.routed[...] = jnp.zeros_like(m.routed)
     m.expert_x[...] = m.h[...]
     first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
-    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, i), None)
+    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, m.wanted, i), None)
 
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
@@ -807,12 +808,12 @@ def places(rows):
         "o_y": vmem((8, 2048), f32),  # out, not rounded
         "router_y": vmem((8, 128), f32),  # router_logits, not rounded
         "route": vmem((8, 128), f32),  # route
+        "wanted": vmem((1, 128), f32),  # local ids of experts not yet in the list
         "expert_slot": vmem((4, 9216, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
         "expert_ids": smem((32,), i32),  # local ids of the layer's distinct experts
         "expert_count": smem((1,), i32),  # how many
-        "wanted": vmem((1, 128), f32),  # local ids of experts not yet in the list
-        "expert_gate_up": vmem((8, 768), f32),  # gate | up of one expert
+        "expert_up": vmem((8, 768), f32),  # gate | up of one expert
         "expert_x": vmem((8, 2048), bf16),  # left operand
         "expert_h": vmem((8, 384), bf16),  # left operand
         "routed": vmem((8, 2048), f32),  # routed experts
