@@ -367,42 +367,50 @@ def open_exchanges(m):
             pl.semaphore_signal(barrier, 1, device_id=(peer(stage, step),), device_id_type=mesh)
     pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
 
-# ---- delta rule ----------------------------------------------------------------------------------
+# ---- linear recurrences --------------------------------------------------------------------------
 
-def l2_heads(x, head_dim, eps):
+def per_head(x, n):
+    """[r, heads] -> [r, heads * n]: each head's number on all its lanes."""
+    return jnp.concatenate([jnp.broadcast_to(h, (len(x), n)) for h in heads_of(x, 1)], axis=1)
+
+def l2_heads(x, size, eps):
     """Each head divided by its length."""
-    heads = heads_of(x, head_dim)
-    unit = [h * lax.rsqrt(jnp.sum(h * h, axis=1, keepdims=True) + eps) for h in heads]
+    unit = [h * lax.rsqrt(jnp.sum(h * h, axis=1, keepdims=True) + eps) for h in heads_of(x, size)]
     return jnp.concatenate(unit, axis=1)
 
-def short_conv(x, old, w, position, taps):
-    """silu(sum over taps of w * input), and the shifted window.
+def short_conv(x, old, w, position, taps, bias=0.0):
+    """silu(bias + sum over taps of w * input), and the shifted window.
     x [8, n]; old [taps - 1, 8, n], oldest first; w: tap by tap, each padded to whole rows."""
-    rows = -(-x.shape[1] // LANES)
+    n, rows = x.shape[1], -(-x.shape[1] // LANES)
     window = jnp.where(position > 0, old, 0.0)  # at position 0 memory is not trusted
     inputs = [*window, x]
-    total = sum(inputs[t] * line(w[t * rows : (t + 1) * rows], x.shape[1]) for t in range(taps))
+    total = sum((inputs[t] * line(w[t * rows : (t + 1) * rows], n) for t in range(taps)), bias)
     shifted = jnp.where(position >= 0, jnp.stack(inputs[1:]), old)
     return (total * jax.nn.sigmoid(total)), shifted
 
-def delta_rule(x, matrices, clean):
-    """One row. x [1, 5 * heads * head_dim]: q | k | decay | v | beta; matrices [heads, key, value].
-    S <- diag(decay) S; S <- S + k (x) beta (v - S^T k); returns (S^T q, S)."""
-    heads, head_dim, _ = matrices.shape
-    x = heads_of(x, head_dim)
+def by_block(blocks, *parts):
+    """[8, blocks * n] each -> [blocks, 8, all n]: a block's share of every part."""
+    shares = zip(*(jnp.split(x, blocks, axis=1) for x in parts))
+    return jnp.stack([jnp.concatenate(share, axis=1) for share in shares])
 
-    def column(v):  # keys are the sublanes of S
-        return jnp.broadcast_to(v, (head_dim, head_dim)).T
+def key_columns(x, key, each):
+    """[1, heads * lanes of a key] -> [key, heads * each]: each vector down its lanes."""
+    heads, wide = heads_of(x, -(-key // LANES) * LANES), -(-each // LANES)
+    squares = [jnp.broadcast_to(h[:, :key], (LANES, key)).T for h in heads]
+    return jnp.concatenate([jnp.concatenate([s] * wide, axis=1)[:, :each] for s in squares], axis=1)
 
-    out, new = [], []
-    for h in range(heads):
-        q, k, decay, v, beta = x[h::heads]
-        k = column(k)
-        s = jnp.where(clean, 0.0, matrices[h]) * column(decay)
-        s = s + k * (beta * (v - jnp.sum(s * k, axis=0, keepdims=True)))
-        out.append(jnp.sum(s * column(q), axis=0, keepdims=True))
-        new.append(s)
-    return jnp.concatenate(out, axis=1), jnp.stack(new)
+def delta_rule(q, k, decay, v, beta, s, clean):
+    """S <- decay S; S <- S + k (x) beta (v - S^T k); returns S^T q [1, n]. A row's block of heads;
+    s: ref [key, n]; q, k [key, n]; v, beta [1, n]; decay either."""
+    out = []
+    parts = zip(*(heads_of(x, LANES) for x in (q, k, decay, v, beta)))
+    for i, (q, k, decay, v, beta) in enumerate(parts):
+        here = slice(i * LANES, (i + 1) * LANES)
+        new = jnp.where(clean, 0.0, s[:, here]) * decay
+        new += k * (beta * (v - jnp.sum(new * k, axis=0, keepdims=True)))
+        out.append(jnp.sum(new * q, axis=0, keepdims=True))
+        s[:, here] = new
+    return jnp.concatenate(out, axis=1)
 
 # ---- attention over a positional cache -----------------------------------------------------------
 #
@@ -756,7 +764,7 @@ def begin(m, g):
     return g
 
 def kda_mixer(m, layer, index, g):
-    """Linear recurrence: short convolution, delta rule with a decay per key channel, norm."""
+    """Linear recurrence: a decaying sum of outer products a head, then norm and gate."""
     window_read(m, index).start()
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
     tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672
@@ -791,7 +799,7 @@ def kda_mixer(m, layer, index, g):
     y, window = short_conv(x, m.window[...], w, m.position_column[...], 4)
     m.conv[...], m.window[...] = y, window
     window_write(m, index).start()
-    # -- kda.delta
+    # -- kda.recurrence
     a = line(bitcast(tape_rows(m, g, 40, 8), f32), 3)  # exp(A_log), as packed
     dt_bias = line(bitcast(tape_rows(m, g, 48, 8), f32), 384)
     q = l2_heads(m.conv[:, 0:384], 128, 1e-06) * 128**-0.5
@@ -799,25 +807,24 @@ def kda_mixer(m, layer, index, g):
     v, z = m.conv[:, 768:1152], m.f_b_y[...]
     decay = jnp.exp(-5.0 * jax.nn.sigmoid(per_head(a, 128) * (z + dt_bias)))
     beta = per_head(jax.nn.sigmoid(m.b_y[:, 0:3]), 128)
-    m.matrix_inputs[...] = jnp.concatenate([q, k, decay, v, beta], axis=1)
+    m.matrix_inputs[...] = by_block(3, q, k, decay, v, beta)
     m.matrix_outputs[...] = jnp.zeros_like(m.matrix_outputs)  # what inactive rows put out
 
-    def matrix_row(row, _):
-        pl.when(m.positions[row] >= 0)(lambda: matrix_read(m, index, row).wait())
+    def matrix_row(row):
+        matrix_read(m, index, row).wait()
+        for i in range(3):
+            x = m.matrix_inputs[i, pl.ds(row, 1), :]
+            q, k, decay, v, beta = jnp.split(x, [128, 256, 384, 512], axis=1)
+            q, k, decay = (key_columns(x, 128, 128) for x in (q, k, decay))
+            s, clean = m.matrix.at[row, i], m.positions[row] == 0
+            m.matrix_outputs[i, pl.ds(row, 1), :] = delta_rule(q, k, decay, v, beta, s, clean)
+        matrix_write(m, index, row).start()
 
-        @pl.when(m.positions[row] >= 0)
-        def _():
-            x = m.matrix_inputs[pl.ds(row, 1), :]
-            o, m.matrix[row] = delta_rule(x, m.matrix[row], m.positions[row] == 0)
-            m.matrix_outputs[pl.ds(row, 1), :] = o
-
-        pl.when(m.positions[row] >= 0)(lambda: matrix_write(m, index, row).start())
-
-    lax.fori_loop(0, m.rows, matrix_row, None)
-    m.delta[...] = m.matrix_outputs[...]
+    each_active_row(m, matrix_row)
+    m.recurrence[...] = jnp.concatenate([x[:, :128] for x in m.matrix_outputs[...]], axis=1)
     # -- kda.gated_norm
     w = line(bitcast(tape_rows(m, g, 56, 8), f32), 128)
-    normed = norm_heads(m.delta[...], w, 1e-05)
+    normed = norm_heads(m.recurrence[...], w, 1e-05)
     gate = jax.nn.sigmoid(m.qkvg_y[:, 1152:1536])
     m.gated[...] = normed * gate
     tape_copy(m, g + RING_DEPTH).start()
@@ -1116,7 +1123,7 @@ def states(rows):
     array = jax.ShapeDtypeStruct
     return {
         "kda_window": array((69, 3, 8, 1152), f32),  # inputs, oldest first
-        "kda_matrix": array((69, rows, 3, 128, 128), f32),  # [key, value] of each head
+        "kda_matrix": array((69, rows, 3, 128, 128), f32),  # [key, value heads]
         "mla_cache": array((24, rows, 5, 2048, 128), u32),  # two tokens a word
     }
 
@@ -1146,11 +1153,11 @@ def places(rows):
         "window_out": dma,  # window out
         "conv": vmem((8, 1152), f32),  # q_conv | k_conv | v_conv
         "matrix": vmem((rows, 3, 128, 128), f32),  # the recurrent matrices of this layer
-        "matrix_inputs": vmem((8, 1920), f32),  # q | k | decay | v | beta, each head after head
+        "matrix_inputs": vmem((3, 8, 640), f32),  # q | k | decay | v | beta, block by block
         "matrix_in": dma((rows,)),  # a row's matrices in
         "matrix_out": dma((rows,)),  # a row's matrices out
-        "delta": vmem((8, 384), f32),  # delta rule
-        "matrix_outputs": vmem((8, 384), f32),  # output of the delta rule, not rounded
+        "recurrence": vmem((8, 384), f32),  # recurrence
+        "matrix_outputs": vmem((3, 8, 128), f32),  # what the recurrence gives, not rounded
         "gated": vmem((8, 384), f32),  # gated norm
         "o_y": vmem((8, 7168), f32),  # out, not rounded
         "q_a_y": vmem((8, 48), f32),  # q_a, not rounded

@@ -1,12 +1,15 @@
 """Prints region trees as Python. A step's text comes from its macro; starts, waits, loops and branches are printed here."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jinja2 import Environment
 
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Collective, Loop, Node, Seq, Start, Step, Wait, advances, walk
 
 INDENT = "    "
+ACTIVE = "m.positions[row] >= 0"
 ARRIVAL = Wait("tape_copy", ("m", "g"))
 REFILL = Start("tape_copy", ("m", "g + RING_DEPTH"))
 
@@ -110,18 +113,24 @@ class Printer:
         self.op = node.op
         return head + [pad + line if line.strip() else "" for line in text.strip("\n").split("\n")]
 
-    def each_active_row(self, node: Loop) -> bool:
-        """A loop over the rows that only starts or waits for one copy of each active row."""
-        if node.trips != "m.rows" or node.unroll or len(node.body) != 1 or not isinstance(node.body[0], (Start, Wait)):
-            return False
-        return node.body[0].when == "m.positions[row] >= 0"
+    def active_rows(self, node: Loop, depth: int) -> list[str] | None:
+        """A loop over the rows all of whose nodes are for active rows only; None if it is not."""
+        def asked(n: Node) -> str | None:
+            return n.args.get("when") if isinstance(n, Step) else getattr(n, "when", None)
+
+        if (node.trips, node.var) != ("m.rows", "row") or node.unroll or {asked(n) for n in node.body} != {ACTIVE}:
+            return None
+        body = [replace(n, args=n.args | {"when": None}) if isinstance(n, Step) else replace(n, when=None) for n in node.body]
+        pad = INDENT * depth
+        if len(body) == 1 and isinstance(body[0], (Start, Wait)):
+            return [f"{pad}each_active_row(m, lambda row: {self.node(body[0], 0)[0]})"]
+        return ["", *self.heading(node, depth), f"{pad}def {node.name}(row):", *self.nodes(tuple(body), depth + 1), "",
+                f"{pad}each_active_row(m, {node.name})"]
 
     def loop(self, node: Loop, depth: int) -> list[str]:
         pad, tape = INDENT * depth, any(advances(n) for n in node.body)
-        if self.each_active_row(node):
-            copy = node.body[0]
-            call = f"{copy.transfer}({', '.join(copy.args)}).{'start' if isinstance(copy, Start) else 'wait'}()"
-            return [f"{pad}each_active_row(m, lambda row: {call})"]
+        if lines := self.active_rows(node, depth):
+            return lines
         if node.unroll:
             return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
         head = self.heading(node, depth)

@@ -42,7 +42,7 @@ def place_text(b: Buffer) -> str:
 def libraries(plan: Plan) -> list[str]:
     """Helper sections that the plan's steps call, in a fixed order."""
     kinds = {op.kind for sub in plan.graph.sublayers() for op in sub.ops}
-    wanted = (("delta", {"short_conv", "delta_rule"}), ("rope", {"rope_table"}), ("attention", {"gqa_attention", "mla_attention"}),
+    wanted = (("recurrence", {"short_conv", "recurrence"}), ("rope", {"rope_table"}), ("attention", {"gqa_attention", "mla_attention"}),
               ("gqa", {"gqa_attention"}), ("mla", {"mla_attention"}), ("experts", {"routed_experts"}))
     return [name for name, needs in wanted if kinds & needs]
 

@@ -39,6 +39,13 @@ def exp(a_log: np.ndarray) -> np.ndarray:
     return np.exp(a_log.astype(np.float32)).reshape(-1)
 
 
+def lightning_decay(layer: int, heads: int, layers: int) -> np.ndarray:
+    """[heads] the decay of a linear attention that learns none: exp(-s (1 - layer / (layers - 1 + 1e-5) + 1e-5)),
+    s = 2^(-8 (head + 1) / heads)."""
+    slope = 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)
+    return np.exp(-slope * (1 - layer / (layers - 1 + 1e-5) + 1e-5)).astype(np.float32)
+
+
 def first_half_heads(w: np.ndarray, first: int, second: int) -> np.ndarray:
     """[heads (first + second), K] -> [K, heads first]: each head's leading columns."""
     heads = w.shape[0] // (first + second)
@@ -63,13 +70,15 @@ def rope(layout: str, head_dim: str, width: str, base: str, kind: str = "", *num
 RULES = {f.__name__: f for f in (linear, rows, vector, product, taps, exp)}
 
 
-def assemble(rule: str, *tensors: np.ndarray) -> np.ndarray:
-    """`rule` is a name in RULES; first_half_heads(a,b) / second_half_heads(a,b) with its two widths; or rope(..) with all that
-    it says, of no tensor."""
+def assemble(rule: str, *tensors: np.ndarray, layer: int | None = None) -> np.ndarray:
+    """`rule` is a name in RULES; first_half_heads(a,b) / second_half_heads(a,b) with its two widths; or, of no tensor, rope(..)
+    with all that it says, lightning_decay(heads,layers) of a `layer`."""
     if "(" in rule:
         name, args = rule[:-1].split("(")
         if name == "rope":
             return rope(*args.split(","))
         first, second = (int(a) for a in args.split(","))
+        if name == "lightning_decay":
+            return lightning_decay(layer, first, second)
         return {"first_half_heads": first_half_heads, "second_half_heads": second_half_heads}[name](tensors[0], first, second)
     return RULES[rule](*tensors)

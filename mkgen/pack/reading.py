@@ -45,7 +45,7 @@ class Reader:
         left = Counter(name for *_, names in users for name in names)
         exact = {name for _, w, names in users if w.dtype == "f32" or not _moves(w) for name in names}
         for layer, w, names in users:
-            value = assemble(w.assemble, *(self._tensor(n, n not in exact) for n in names))
+            value = assemble(w.assemble, *(self._tensor(n, n not in exact) for n in names), layer=layer)
             if not _moves(w):
                 value = self._stored(w, " x ".join(names), value)
             yield layer, w, value

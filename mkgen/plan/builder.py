@@ -60,14 +60,19 @@ class Builder(Values, Weights, Nodes):
         p = self.memory.places[v.name]
         if p.at:
             raise ValueError(f"{v.name}: a partial sum has a buffer of its own")
-        self.close()
-        self.memory.payload["reduce"] = max(self.memory.payload["reduce"], p.width)
-        for factor, size, _ in self.mesh.stages:
-            for part in ("start", "finish"):
-                self.collective("reduce", part, factor, (f"m.{p.buffer}", str(p.width)), (size - 1) * p.width * 4)
+        self.all_reduce_buffer(p.buffer, p.width)
         if self.ranks > 1:
             self.memory.notes.append((v.name, f"all-reduce of {p.width} float32 a row: {self.op.name} needs the whole sum"))
         self.memory.places[v.name] = Place(p.buffer, p.at, p.width, p.dtype, "whole")
+
+    def all_reduce_buffer(self, buffer: str, width: int | None = None) -> None:
+        """Sums the first `width` columns of a float32 buffer (None: all) over all ranks, in place, factor by factor."""
+        width = width or self.memory.buffers[buffer].shape[-1]
+        self.close()
+        self.memory.payload["reduce"] = max(self.memory.payload["reduce"], width)
+        for factor, size, _ in self.mesh.stages:
+            for part in ("start", "finish"):
+                self.collective("reduce", part, factor, (f"m.{buffer}", str(width)), (size - 1) * width * 4)
 
     def all_gather(self, v: Value) -> None:
         """Brings the column slices of all ranks together, in rank order."""

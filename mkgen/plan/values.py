@@ -60,6 +60,23 @@ class Values:
             return f"{text}.astype(bf16)" if dtype == "bf16" else f"round_bf16({text})"
         return text if p.dtype == dtype else f"{text}.astype({dtype})"
 
+    def first_column(self, v: Value) -> str:
+        """Source text: the number of the first of v's columns on this rank; beyond the last where it holds padding alone."""
+        p, share = self.place(v), sharers(self.ranks, v.groups)
+        if p.spread != "split":
+            return "0"
+        rank, group = 'lax.axis_index("tp")', v.width // v.groups if v.groups else 0
+        if share == 1 or group == share * p.width:
+            return f"{rank} * {p.width}"
+        part = f" + lax.rem({rank}, {share}) * {p.width}" if v.groups < v.units else ""
+        return f"lax.div({rank}, {share}) * {group}{part}"
+
+    def apart(self, v: Value, size: int) -> bool:
+        """Does every run of `size` of v's columns lie on one rank?"""
+        p = self.place(v)
+        groups_fit = sharers(self.ranks, v.groups) == 1 or v.width // v.groups % size == 0
+        return p.spread == "whole" or p.width % size == 0 and groups_fit
+
     def bare(self, name: str) -> str:
         """A name without the sub-layer's prefix."""
         return name.removeprefix(self.sub.name + ".")
@@ -70,6 +87,11 @@ class Values:
         bare = self.bare(name)
         alone = sum(s.partition(".")[2] == bare for s in states) == 1
         return identifier(bare if alone else name)
+
+    def held(self, state: str) -> str:
+        """The name of a state's copy in VMEM: never that of its array in HBM."""
+        name = self.own(state)
+        return name if name != identifier(state) else f"{name}_held"
 
     def room(self, name: str, width: int, dtype: str, purpose: str, space: str = "vmem") -> str:
         """A buffer [8, width] for values that live within the sub-layer: shared with those of the same name, width and dtype

@@ -79,7 +79,7 @@ class RandomParams:
 
     def _make(self, weight: Weight, layer: int) -> np.ndarray:
         if not weight.roles:  # a constant of the spec
-            return assemble(weight.assemble)
+            return assemble(weight.assemble, layer=layer)
         w = self._draw(weight, self._rng(weight, layer))
         twin = self._queries(weight)
         if twin is not None:
@@ -103,6 +103,8 @@ class RandomParams:
             return np.exp(rng.uniform(0, math.log(16), weight.shape))
         if role == "dt_bias":
             return rng.uniform(-3, 0.5, weight.shape)
+        if role in ("q_conv_bias", "k_conv_bias", "v_conv_bias", "g_bias", "d"):
+            return 0.3 * rng.standard_normal(weight.shape)
         if role == "router_bias":
             return rng.uniform(-0.1, 0.1, weight.shape)
         if role == "router_linear_bias":

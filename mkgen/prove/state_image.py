@@ -14,6 +14,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from mkgen.graph.ir import Op
+from mkgen.graph.ops.recurrence import SUBLANES, side_by_side
 from mkgen.plan.plan import Plan
 from mkgen.plan.shard import local_units, unit_range
 from mkgen.plan.tape import LANES
@@ -161,13 +162,21 @@ def _window(op, ranks: int) -> Callable[[int], np.ndarray]:
 
 
 def _matrix(op, ranks: int) -> Callable[[int], np.ndarray]:
-    """The local heads' matrices."""
-    size = op.head_dim**2
+    """Block by block [key, value] of the local heads, value heads side by side, both padded."""
+    m = op.mixer
+    key_heads = m.key_heads or m.heads
+    keys = local_units(key_heads, ranks, key_heads)
+    together = side_by_side(keys, local_units(m.heads, ranks, key_heads) // keys * m.value_dim)
+    feature = np.arange(m.heads * m.key_dim * m.value_dim).reshape(m.heads, m.key_dim, m.value_dim)
 
     def local(rank: int) -> np.ndarray:
-        return _units(op.heads, size, op.o.groups, ranks, rank)
+        mine = _units(m.heads, 1, key_heads, ranks, rank).reshape(keys, -1)
+        features = np.where(mine[..., None, None] >= 0, feature[mine], -1)                        # [keys, share, key, value]
+        blocks = features.reshape(keys // together, -1, m.key_dim, m.value_dim).swapaxes(1, 2).reshape(keys // together, m.key_dim, -1)
+        pads = [(0, -n % to) for n, to in zip(blocks.shape[1:], (SUBLANES, LANES))]
+        return np.pad(blocks, ((0, 0), *pads), constant_values=-1).reshape(-1)
 
     return local
 
 
-_LOCAL = {"gqa_attention": _gqa, "mla_attention": _mla, "short_conv": _window, "delta_rule": _matrix}
+_LOCAL = {"gqa_attention": _gqa, "mla_attention": _mla, "short_conv": _window, "recurrence": _matrix}

@@ -22,7 +22,7 @@ class TensorParams:
         parts = [self._role(role, layer, expert) for role in weight.roles]
         if weight.assemble in ("vector", "exp"):
             parts = [p.reshape(-1)[:weight.elements] for p in parts]        # per-head vectors may be padded in a checkpoint
-        return np.ascontiguousarray(assemble(weight.assemble, *parts), np.float32)
+        return np.ascontiguousarray(assemble(weight.assemble, *parts, layer=layer), np.float32)
 
     def _role(self, role: str, layer: int, expert: int | None) -> np.ndarray:
         pattern = parse(self.names[role])

@@ -153,7 +153,7 @@ def replicate(c: Checker) -> None:
             c.run(_gathered, ("build", "replicate", str(i)), family)
 
 
-GATHERED = {Linear: ("f_a",), Mla: ("q_a", "kv_a"), Moe: ("router", "latent_down", "latent_up")}
+GATHERED = {Linear: ("f_a", "g_a"), Mla: ("q_a", "kv_a"), Moe: ("router", "latent_down", "latent_up")}
 
 
 def _gathered(c: Checker, path: tuple[str, ...], family: str) -> None:

@@ -69,6 +69,55 @@ def _linear(c: Checker, a: Linear, path: tuple[str, ...]) -> None:
             "the step is what the decay multiplies: b = softplus(z + dt_bias), a = exp(-exp(A_log) b)",
             "write `decay: {kind: softplus, per: head}`",
         )
+    if a.decay.kind == "constant" and a.decay.per != "head":
+        c.say(
+            (*path, "decay", "per"),
+            "a constant decay a channel",
+            "it is made of the head's number and the layer's, see Decay",
+            "write `decay: {kind: constant, per: head}`",
+        )
+    if a.decay.kind == "constant" and a.decay.rank:
+        c.say(
+            (*path, "decay", "rank"),
+            f"rank {a.decay.rank} of a constant decay",
+            "it is no projection of the input",
+            "delete it",
+        )
+    if a.step_min < 0 or a.step_max and a.step_max <= a.step_min:
+        c.say(
+            (*path, "step_max"),
+            f"the step lies between {a.step_min:g} and {a.step_max:g}",
+            "it is a softplus, above 0, and its bounds need room between them",
+            "write 0 <= step_min < step_max, or leave one out",
+        )
+    if a.step_min and a.decay.kind != "softplus" or a.step_max and a.decay.kind != "softplus":
+        c.say(
+            (*path, "step_min" if a.step_min else "step_max"),
+            f"a bound of the step with a decay of kind {a.decay.kind}",
+            "only a softplus decay has a step",
+            "delete it",
+        )
+    if a.act and a.conv is not None:
+        c.say(
+            (*path, "act"),
+            "act and conv",
+            "a convolution ends in SiLU, and act is SiLU where there is none",
+            "delete act",
+        )
+    if a.gate is not None and a.gate.bias and not a.gate.rank:
+        c.say(
+            (*path, "gate", "bias"),
+            "a bias of a gate without a low rank",
+            "it belongs to the second of two projections",
+            "add the gate's rank, or delete bias",
+        )
+    if a.norm is not None and a.norm.gate_first and a.gate is None:
+        c.say(
+            (*path, "norm", "gate_first"),
+            "gate_first without a gate",
+            "there is nothing to multiply the norm's input with",
+            "add `gate:`, or delete gate_first",
+        )
     if a.norm is not None and a.norm.scope == "groups" and (a.heads * a.value_dim) % a.norm.groups:
         c.say(
             (*path, "norm", "groups"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe, Norm
+from mkgen.spec.model import Gqa, Mla, Mlp, Moe, Norm
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
@@ -15,7 +15,7 @@ def unbuilt(c: Checker) -> None:
     m = c.model
     for name, kind in (*c.each("mixers"), *c.each("ffns")):
         group = "mixers" if name in m.mixers else "ffns"
-        for key, wrong in _KINDS[type(kind)](kind).items():
+        for key, wrong in _KINDS.get(type(kind), lambda _: {})(kind).items():
             if wrong:
                 _say(c, ("model", group, name, key), f"{key} as it is written for {name}")
     if c.build.mla_cache != "latent":
@@ -46,14 +46,6 @@ def _mla(a: Mla) -> dict[str, bool]:
             "gate": a.gate is not None and (a.gate.act, a.gate.per) != ("sigmoid", "channel")}
 
 
-def _linear(a: Linear) -> dict[str, bool]:
-    d, n, g = a.decay, a.norm, a.gate
-    return {"key_heads": a.key_heads not in (None, a.heads), "value_dim": a.value_dim != a.key_dim, "delta": not a.delta,
-            "decay": (d.kind, d.per) != ("floor", "channel") or d.rank == 0, "write": a.write != "sigmoid" or a.write_scale != 1,
-            "qk_l2": not a.qk_l2, "scale": a.scale is not None, "act": a.act, "conv": a.conv is None or a.conv.bias, "skip": a.skip,
-            "norm": n is None or n.scope != "head" or n.gate_first, "gate": g is None or g.act != "sigmoid" or g.rank > 0}
-
-
 def _mlp(f: Mlp) -> dict[str, bool]:
     return {}
 
@@ -62,5 +54,5 @@ def _moe(f: Moe) -> dict[str, bool]:
     return {"expert_norm": f.expert_norm is not None and f.expert_norm.kind != "rms"}
 
 
-_KINDS = {Gqa: _gqa, Mla: _mla, Linear: _linear, Mlp: _mlp, Moe: _moe}
+_KINDS = {Gqa: _gqa, Mla: _mla, Mlp: _mlp, Moe: _moe}
 CHECKS = (unbuilt,)

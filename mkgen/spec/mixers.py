@@ -58,7 +58,7 @@ class Decay:
     of `rank` where that is not 0: roles f_a, f_b).
 
     softplus: a = exp(-exp(A_log) softplus(z + dt_bias)). floor: a = exp(floor sigmoid(exp(A_log) (z + dt_bias))).
-    constant: a = exp(-s (1 - layer / (layers - 1) + 1e-5)) with s = 2^(-8 (head + 1) / heads), of no input (lightning).
+    constant: a = exp(-s (1 - layer / (layers - 1 + 1e-5) + 1e-5)) with s = 2^(-8 (head + 1) / heads), of no input (lightning).
     """
     kind: Literal["softplus", "floor", "constant"] = "softplus"
     per: Literal["head", "channel"] = "head"
@@ -101,6 +101,8 @@ class Linear:
     decay: Decay = field(default_factory=Decay)
     write: Literal["sigmoid", "step", "one"] = "sigmoid"      # of role `b`; softplus(z + dt_bias), as in Mamba-2; 1
     write_scale: float = 1.0                     # multiplies b
+    step_min: float = 0.0                        # softplus(z + dt_bias) of the decay (and of write: step) is at least this
+    step_max: float = 0.0                        # and at most this; 0: no bound
     qk_l2: bool = True                           # q and k divided by their length
     qk_eps: float = 1e-6
     scale: float | None = None                   # of q; None: key_dim^-1/2
