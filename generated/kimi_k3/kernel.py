@@ -369,10 +369,6 @@ def open_exchanges(m):
 
 # ---- linear recurrences --------------------------------------------------------------------------
 
-def per_head(x, n):
-    """[r, heads] -> [r, heads * n]: each head's number on all its lanes."""
-    return jnp.concatenate([jnp.broadcast_to(h, (len(x), n)) for h in heads_of(x, 1)], axis=1)
-
 def l2_heads(x, size, eps):
     """Each head divided by its length."""
     unit = [h * lax.rsqrt(jnp.sum(h * h, axis=1, keepdims=True) + eps) for h in heads_of(x, size)]
@@ -804,10 +800,9 @@ def kda_mixer(m, layer, index, g):
     dt_bias = line(bitcast(tape_rows(m, g, 48, 8), f32), 384)
     q = l2_heads(m.conv[:, 0:384], 128, 1e-06) * 128**-0.5
     k = l2_heads(m.conv[:, 384:768], 128, 1e-06)
-    v, z = m.conv[:, 768:1152], m.f_b_y[...]
-    decay = jnp.exp(-5.0 * jax.nn.sigmoid(per_head(a, 128) * (z + dt_bias)))
+    decay = jnp.exp(-5.0 * jax.nn.sigmoid(per_head(a, 128) * (m.f_b_y[...] + dt_bias)))
     beta = per_head(jax.nn.sigmoid(m.b_y[:, 0:3]), 128)
-    m.matrix_inputs[...] = by_block(3, q, k, decay, v, beta)
+    m.matrix_inputs[...] = by_block(3, q, k, decay, m.conv[:, 768:1152], beta)
     m.matrix_outputs[...] = jnp.zeros_like(m.matrix_outputs)  # what inactive rows put out
 
     def matrix_row(row):
