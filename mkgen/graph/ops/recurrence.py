@@ -11,7 +11,8 @@ from mkgen.graph.ir import Cost, Op, State, Value, Weight
 from mkgen.spec.mixers import Linear
 
 LANES, SUBLANES = 128, 8
-WIDEST = 512                             # lanes of a block of value heads: beyond, columns of keys are shared by enough
+WIDEST = 512                             # lanes of a block of value heads
+TRIP = 1024                              # lanes of the blocks in one trip of the loop: enough to hide what each waits for
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Recurrence(Op):
         together = side_by_side(keys, share * m.value_dim)
         key, each = -(-m.key_dim // SUBLANES) * SUBLANES, share * m.value_dim
         blocks, width = keys // together, -(-together * each // LANES) * LANES
+        trip = max(n for n in range(1, blocks + 1) if blocks % n == 0 and (n == 1 or n * width <= TRIP))
         parts = {"q": together * whole(key), "k": together * whole(key),
                  "decay": width if m.decay.per == "head" else together * share * whole(key), "v": width}
         if m.delta:
@@ -135,7 +137,7 @@ class Recurrence(Op):
         b.step(self, "recurrence", "prepare", writes=(inputs, rows), **values, **vectors, scale=self.scale, heads=heads, **common)
         with b.loop(f"{held}_row", "row", "m.rows"):
             b.wait(read, "m", "index", "row", when=here)
-            b.step(self, "recurrence", "row", writes=(held, rows), when=here, matrix=f"m.{held}", key=key, each=each, **common)
+            b.step(self, "recurrence", "row", writes=(held, rows), when=here, matrix=f"m.{held}", key=key, each=each, trip=trip, **common)
             b.start(write, "m", "index", "row", when=here)
         b.step(self, "recurrence", "finish", o=o, out=f"m.{rows}", width=heads * m.value_dim, each=together * each)
         b.wait_late(write, "m", "index", "row", when=here, rows=True)
