@@ -798,11 +798,10 @@ def kda_mixer(m, layer, index, g):
     # -- kda.recurrence
     a = line(bitcast(tape_rows(m, g, 40, 8), f32), 3)  # exp(A_log), as packed
     dt_bias = line(bitcast(tape_rows(m, g, 48, 8), f32), 384)
-    q = l2_heads(m.conv[:, 0:384], 128, 1e-06) * 128**-0.5
-    k = l2_heads(m.conv[:, 384:768], 128, 1e-06)
+    q, k = (l2_heads(x, 128, 1e-06) for x in (m.conv[:, 0:384], m.conv[:, 384:768]))
     decay = jnp.exp(-5.0 * jax.nn.sigmoid(per_head(a, 128) * (m.f_b_y[...] + dt_bias)))
     beta = per_head(jax.nn.sigmoid(m.b_y[:, 0:3]), 128)
-    m.matrix_inputs[...] = by_block(3, q, k, decay, m.conv[:, 768:1152], beta)
+    m.matrix_inputs[...] = by_block(3, q * 128**-0.5, k, decay, m.conv[:, 768:1152], beta)
     m.matrix_outputs[...] = jnp.zeros_like(m.matrix_outputs)  # what inactive rows put out
 
     def matrix_row(row):
