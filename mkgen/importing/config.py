@@ -26,6 +26,11 @@ class Config:
         return isinstance(self.raw.get(TEXT), dict)
 
     @property
+    def is_quantised(self) -> bool:
+        inner = self.raw[TEXT] if self.nested else {}
+        return bool(self.quant or self.raw.get("quantization_config") or inner.get("quantization_config"))
+
+    @property
     def model_types(self) -> tuple[str, ...]:
         """The names to look for, the outer one first: a text_config may call itself by the class it derives from."""
         inner = self.raw[TEXT].get("model_type") if self.nested else None

@@ -69,7 +69,8 @@ class Filler:
         env.globals.update(c=self.c, name=self.name, nested=self.config.nested, range=range, sqrt=math.sqrt, ln=math.log,
                            refuse=self.refuse, only=self.only, ignore=self.ignore, ignore_tensors=self.ignore_tensors,
                            column=self.column, layers=self.layers, choose=self.choose, one_based=self.one_based,
-                           rope_of=self.rope_of, whole=self.whole, keep_bf16=self.keep_bf16)
+                           rope_of=self.rope_of, whole=self.whole, keep_bf16=self.keep_bf16,
+                           hint_every=self.hint_every, pick=self.pick, inf=math.inf, quantised=self.config.is_quantised)
         try:
             return env.get_template(model_type + SUFFIX).render()
         except (TemplateRuntimeError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
@@ -146,6 +147,15 @@ class Filler:
             self.record.refuse(self.c.path(key), f"has layers of kind {', '.join(unknown)}; known: {', '.join(map(str, names))}")
             return []
         return [names[w] for w in words]
+
+    def pick(self, words: list[str], names: dict[str, str | None]) -> list[str | None]:
+        """The name of each word, None for a word that has none."""
+        return [names.get(word) for word in words]
+
+    def hint_every(self, most: str, other: str, every: int) -> str:
+        """The words of a schedule with `other` on every n-th layer, for a hint."""
+        n = self.c.num_hidden_layers
+        return f"'{as_schedule(fold([other if (i + 1) % every == 0 else most for i in range(n)]))}'"
 
     def choose(self, count: int, test: Any, yes: str | None, no: str | None) -> list[str | None]:
         """`yes` on the layers (from 0) that are in the list `test`, `no` elsewhere."""
