@@ -10,9 +10,10 @@ from mkgen.errors import MkgenError
 from mkgen.importing.build import BuildSection, build_section
 from mkgen.importing.config import Config, given, read_config
 from mkgen.importing.listing import check_tensors, resolve
+from mkgen.importing.quant import QUANT_KEY
 from mkgen.importing.record import Record, Refusal, shown, unread
 from mkgen.importing.render import Filler, data_file, ignorable
-from mkgen.importing.tidy import Comments, comments, only_keys, printed, without_defaults
+from mkgen.importing.tidy import Comments, comments, only_keys, printed, with_extends, without_defaults
 from mkgen.spec import checks_ffns, checks_mixers, checks_model, checks_roles, checks_stream, params, schedule
 from mkgen.spec.load import read_model
 from mkgen.spec.model import Build, Model, Spec
@@ -134,7 +135,7 @@ def _model(text: str, filler: Filler, present: frozenset[str] | None) -> tuple[M
         record.refuse("", f"{p.what}: {p.why}")
     entry = root.entries["model"]
     root = root.with_entry("model", Entry(entry.file, entry.line, without_defaults(entry.value, model)))
-    return root, notes, model
+    return with_extends(root), notes, model
 
 
 def _put(root: Map, key: str, node: Any) -> Map:
@@ -151,7 +152,7 @@ def _suspects(what: str, record: Record) -> str:
 def _account(config: Config, record: Record, ignored: dict[str, str]) -> None:
     """Every key is used, ignorable or refused."""
     outer = {k: v for k, v in config.raw.items() if not (k == "text_config" and config.nested)}
-    from mkgen.importing.build import QUANT_KEY
+    record.used |= {k: v for k, v in outer.items() if f"text_config.{k}" in record.used}      # said twice; compared below
     known = {*ignored, *record.used, *record.defaults}
     for prefix, keys in (("", outer), ("text_config.", config.raw["text_config"] if config.nested else {})):
         part = Record(used={k.removeprefix(prefix): v for k, v in record.used.items() if k.startswith(prefix)})
@@ -159,10 +160,9 @@ def _account(config: Config, record: Record, ignored: dict[str, str]) -> None:
         record.ignored |= {prefix + key: why for key, why in part.ignored.items()}
         for r in part.refused:
             record.refused.append(Refusal(prefix + r.key, r.why, r.fix))
-    twice = [k for k in outer if config.nested and k in config.raw["text_config"] and k in record.used or f"text_config.{k}" in record.used]
-    for key in twice:
-        inner = config.raw.get("text_config", {}).get(key) if config.nested else None
-        if inner is not None and outer.get(key) is not None and inner != outer[key] and key not in ("model_type", "architectures"):
+    for key in (k for k in outer if f"text_config.{k}" in record.used and k != "model_type"):
+        inner = config.raw["text_config"][key]
+        if inner is not None and outer[key] is not None and inner != outer[key]:
             record.refuse(key, f"is {shown(outer[key])}, and text_config.{key} is {shown(inner)}: the two contradict each other")
 
 

@@ -126,7 +126,8 @@ class Filler:
         """One name a layer, or one for all -> the run-length column."""
         if isinstance(names, str):
             return f"{names}*{self.c.num_hidden_layers if layers is None else layers}"
-        return as_schedule(fold(names)) if names else "missing"
+        text = as_schedule(fold(names)) if names else "missing"
+        return f'"{text}"' if text.startswith("-") else text             # YAML would take it for a list
 
     def layers(self, key: str, names: dict[str, str | None], hint: str = "", count: int | None = None) -> list[str | None]:
         """A list with one word a layer -> the names of the spec. An absent list is refused: `hint` is what its class would do,

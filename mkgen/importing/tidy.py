@@ -93,6 +93,48 @@ def only_keys(node: Map, path: Path, keep: Callable[[str], bool]) -> Map:
     return node.with_entry(path[0], Entry(entry.file, entry.line, inner))
 
 
+# -- a kind as a variation of another -----------------------------------------------------------------------------------------
+
+def with_extends(root: Map) -> Map:
+    """The tree with kinds written as `extends`, where that takes at most half as many keys; and without the roles that they
+    then take over."""
+    model = root.entries["model"].value
+    parents: dict[str, str] = {}
+    for group in ("mixers", "ffns"):
+        entry = model.entries[group]
+        model = model.with_entry(group, Entry(entry.file, entry.line, _varied(entry.value, parents)))
+    entry = model.entries["checkpoint"]
+    roles = {role: e.value.text for role, e in entry.value.entries.items() if isinstance(e.value, Scalar)}
+
+    def own(role: str) -> bool:
+        name, _, leaf = role.partition(".")
+        return name not in parents or roles[role] != roles.get(f"{parents[name]}.{leaf}")
+
+    model = model.with_entry("checkpoint", Entry(entry.file, entry.line, Map(entry.value.file, entry.value.line, {
+        role: e for role, e in entry.value.entries.items() if own(role)})))
+    return root.with_entry("model", Entry(root.entries["model"].file, root.entries["model"].line, model))
+
+
+def _varied(group: Map, parents: dict[str, str]) -> Map:
+    out: dict[str, Entry] = {}
+    for name, entry in group.entries.items():
+        mine, best = entry.value.entries, None
+        for other in (n for n in out if n not in parents):
+            theirs = group.entries[other].value.entries
+            if inline(mine["kind"].value) != inline(theirs["kind"].value):
+                continue
+            changed = {k: e for k, e in mine.items() if k not in theirs or inline(e.value) != inline(theirs[k].value)}
+            changed |= {k: Entry("", 0, Scalar("", 0, "null", "null", True)) for k in theirs if k not in mine}
+            if 2 * (len(changed) + 1) <= len(mine) and (best is None or len(changed) < len(best[1])):
+                best = (other, changed)
+        if best:
+            parents[name] = best[0]
+            keys = {"extends": Entry("", 0, Scalar("", 0, best[0], "str", True)), **best[1]}
+            entry = Entry(entry.file, entry.line, Map(entry.value.file, entry.value.line, keys))
+        out[name] = entry
+    return Map(group.file, group.line, out)
+
+
 # -- printing -----------------------------------------------------------------------------------------------------------------
 
 def printed(root: Map, notes: Comments, block: tuple[Path, ...]) -> str:
@@ -107,7 +149,8 @@ def _print(node: Map, path: Path, indent: int, notes: Comments, block: set[Path]
     for key, entry in node.entries.items():
         here = (*path, key)
         out += [pad + line for line in notes.above.get(here, ())]
-        flow = None if isinstance(entry.value, Map) and _is_block(here, block) else inline(entry.value)
+        short = isinstance(entry.value, Map) and "extends" in entry.value.entries and not any(here == p[:-1] for p in notes.behind)
+        flow = None if isinstance(entry.value, Map) and _is_block(here, block) and not short else inline(entry.value)
         if flow is None or isinstance(entry.value, Map) and len(pad) + len(key) + len(flow) + 2 > WIDE:
             out.append(_commented(f"{pad}{key}:", notes.behind.get(here)))
             _print(entry.value, here, indent + 1, notes, block, out)

@@ -98,8 +98,9 @@ def patterns(c: Checker) -> None:
             continue
         owner = known[role].owner or ""
         sharing.setdefault((owner if owner not in ("mixer", "ffn") else "", name), []).append(role)
+    single = all(run.mixer is None or run.ffn is None for run in c.model.schedule)      # one sub-layer a layer, with one norm
     for (_, name), found in sharing.items():
-        if len(found) > 1:
+        if len(found) > 1 and not (single and {known[role].owner for role in found} == {"mixer", "ffn"}):
             c.run(_apart, name, [known[role] for role in found])
 
 
