@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from mkgen.check import check_plan
 from mkgen.emit.prune import prune
@@ -17,6 +18,8 @@ from mkgen.reference.evaluate import Decoder
 from mkgen.reference.params import TensorParams
 from mkgen.spec.model import Gqa, Mlp, Moe, Norm, Residual, Rope, Spec
 from mkgen.spec.roles import tensors
+from mkgen.errors import SpecErrors
+from mkgen.spec.load import load_spec
 from mkgen.targets import load_target
 from small_specs import prove_kernel, spec
 
@@ -28,7 +31,7 @@ STREAMS = {                                  # residual, fields of Model, the co
     "pre": (Residual(multiplier=0.22), dict(norm=Norm(offset=1.0)), "a*2", "f*2"),
     "post": (Residual(norms=("post",), dtype="f32"), {}, "a*2", "f*2"),
     "sandwich": (Residual(norms=("pre", "post"), post_norm=Norm("layer", offset=1.0), ffn_post_norm=Norm(weight="before", offset=0.5)),
-                 dict(norm=LAYER, final_norm=Norm(offset=1.0), embed_scale=3.0, embed_norm=LAYER, head_bias=True, logit_scale=-0.5,
+                 dict(norm=LAYER, final_norm=Norm(offset=1.0), embed_scale=3.0, embed_norm=LAYER, head_bias=True, logit_scale=0.5,
                       logit_softcap=0.7, usable_vocab=120, tied_head=True), "a*2", "f*2"),
     "parallel": (Residual("parallel", multiplier=0.7), dict(norm=replace(LAYER, bias=False), logit_scale=0.25), "a*2", "f*2"),
     "alpha_beta": (Residual("alpha_beta", alpha={"a": 1.5, "f": 0.75}, beta={"a": 0.5}), dict(embed_norm=Norm(weight="none")), "a*2 -", "- f f"),
@@ -113,6 +116,21 @@ def test_reference_is_the_formula(name):
     got, want = decoder.step(tokens, np.zeros(3, np.int32)), logits(model, weights, tokens)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
     assert not check_plan(make_plan(s, graph, load_target("tpu7x")))
+
+
+def test_refusals(tmp_path):
+    text = (ROOT / "model_specs" / "qwen3_30b_a3b.yaml").read_text().replace(
+        "  norm: {eps: 1.0e-6}\n", """  norm: {eps: 1.0e-6}
+  residual: {norms: [post, last], multiplier: 0.0, temperature: 2.0, alpha: {attention: 1.0}}
+  logit_softcap: -1.0
+  usable_vocab: 151937
+""")
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(SpecErrors) as caught:
+        load_spec(tmp_path / "bad.yaml")
+    said = "\n".join(p.what for p in caught.value.problems)
+    for part in ("multiplier", "logit_softcap", "temperature has no effect", "alpha has no effect", "'last'", "usable_vocab 151937"):
+        assert part in said, said
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

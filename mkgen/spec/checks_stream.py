@@ -25,6 +25,14 @@ def residual(c: Checker) -> None:
                 f"only {' and '.join(kinds)} has it" if len(kinds) == 1 else f"only {' and '.join(kinds)} have it",
                 f"delete it, or write `kind: {kinds[0]}`",
             )
+    for key in ("post_norm", "ffn_post_norm"):
+        if c.where.has(*path, key) and "post" not in r.norms:
+            c.say(
+                (*path, key),
+                f"{key} has no effect: residual.norms has no 'post'",
+                "it is the norm behind a sub-layer",
+                "write `norms: [post]` or `norms: [pre, post]`, or delete it",
+            )
     for i, place in enumerate(r.norms):
         if place not in ("pre", "post") or place in r.norms[:i]:
             c.say(
@@ -52,6 +60,8 @@ _ONLY = {
     "temperature": ("gated",),
     "multiplier": ("add", "parallel"),
     "norms": ("add", "gated"),
+    "post_norm": ("add", "gated"),
+    "ffn_post_norm": ("add", "gated"),
 }
 
 
