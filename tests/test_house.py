@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"errors": set(), "targets": {"errors"}, "spec": {"errors", "targets"}, "graph": {"errors", "spec"},
-          "reference": {"errors", "spec", "graph"}, "plan": {"errors", "targets", "spec", "graph"},
+          "reference": {"errors", "spec", "graph", "pack"}, "plan": {"errors", "targets", "spec", "graph"},
           "check": {"errors", "plan"}, "emit": {"errors", "targets", "spec", "graph", "plan"},
           "importing": {"errors", "targets", "spec", "plan", "pack"},
           "pack": {"errors", "targets", "spec", "graph", "plan"}}

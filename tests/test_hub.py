@@ -8,12 +8,13 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
 from mkgen.errors import MkgenError
-from mkgen.pack.expect import Expected, match
-from mkgen.pack.formats import dequantise_mxfp4, from_hub, quantise_mxfp4
+from mkgen.pack.coded import decode
+from mkgen.pack.expect import match
+from mkgen.pack.formats import dequantise_mxfp4, from_hub
 from mkgen.pack.hub import Checkpoint
+from mkgen.pack.wanted import Expected, Part
 
 RNG = np.random.default_rng(11)
-FLOAT = ("bf16", "f32")
 HUB = {bfloat16: "BF16", ml_dtypes.float8_e4m3fn: "F8_E4M3", ml_dtypes.float8_e8m0fnu: "F8_E8M0"}
 
 
@@ -21,7 +22,7 @@ def write(path, tensors):
     """A safetensors file made by hand, so that the reader is not tested against itself or a missing bf16."""
     header, blobs, at = {"__metadata__": {"format": "pt"}}, [], 0
     for name, a in tensors.items():
-        dtype = HUB.get(a.dtype.type) or {"float32": "F32", "float16": "F16", "uint8": "U8", "int8": "I8",
+        dtype = HUB.get(a.dtype.type) or {"float32": "F32", "float16": "F16", "uint8": "U8", "int8": "I8", "int32": "I32",
                                           "float64": "F64"}[a.dtype.name]
         blobs.append(np.ascontiguousarray(a).tobytes())
         header[name] = {"dtype": dtype, "shape": list(a.shape), "data_offsets": [at, at + len(blobs[-1])]}
@@ -44,15 +45,17 @@ def tensors():
     return t
 
 
+def one(name, shape, role, **part):
+    return Expected(name, (Part(role, shape, **part),))
+
+
 def expectations():
     out = []
     for i in range(2):
         p = f"lm.layers.{i}."
-        out += [Expected(p + "norm.weight", (48,), FLOAT, "mixer.norm"),
-                Expected(p + "conv.weight", (24, 4), FLOAT, "kda.conv"),
-                Expected(p + "A_log", (6,), FLOAT, "kda.a_log", narrow=True)]
-        out += [Expected(p + f"experts.{e}.w1.weight", (16, 64), (*FLOAT, "mxfp4"), "moe.gate")
-                for e in range(2)]
+        out += [one(p + "norm.weight", (48,), "mixer.norm"), one(p + "conv.weight", (24, 4), "kda.conv"),
+                one(p + "A_log", (6,), "kda.a_log", narrow=True)]
+        out += [one(p + f"experts.{e}.w1.weight", (16, 64), "moe.gate") for e in range(2)]
     return out
 
 
@@ -165,24 +168,23 @@ def test_expected_tensors_as_sources(tmp_path):
     shard(tmp_path, t)
     sources = match(expectations(), Checkpoint(tmp_path))
     assert set(sources) == {e.name for e in expectations()}
+
+    def taken(name, role):
+        return sources[name].take(role, sources[name].read())
     p = "lm.layers.1."
-    same(sources[p + "norm.weight"].read(), t[p + "norm.weight"])
-    same(sources[p + "conv.weight"].read(), t[p + "conv.weight"].reshape(24, 4))
-    same(sources[p + "A_log"].read(), t[p + "A_log"].reshape(8)[:6])
-    plain, packed = sources[p + "experts.0.w1.weight"], sources[p + "experts.1.w1.weight"]
-    assert (plain.packed, packed.packed) == (False, True)
+    same(taken(p + "norm.weight", "mixer.norm"), t[p + "norm.weight"])
+    same(taken(p + "conv.weight", "kda.conv"), t[p + "conv.weight"].reshape(24, 4))
+    same(taken(p + "A_log", "kda.a_log"), t[p + "A_log"].reshape(8)[:6])
+    same(taken(p + "experts.0.w1.weight", "moe.gate"), t[p + "experts.0.w1.weight"])
     stored = from_hub(t[p + "experts.1.w1.weight_packed"], t[p + "experts.1.w1.weight_scale"])
-    for a, b in zip(packed.read_mxfp4(), stored):
-        same(a, b)
-    same(packed.read(), dequantise_mxfp4(*stored).T)
-    for a, b in zip(plain.read_mxfp4(), quantise_mxfp4(t[p + "experts.0.w1.weight"].T)):
-        same(a, b)
+    same(np.ascontiguousarray(decode(taken(p + "experts.1.w1.weight", "moe.gate"))),
+         np.ascontiguousarray(dequantise_mxfp4(*stored).T))
 
 
 def test_all_problems_at_once(tmp_path):
     t = tensors()
     del t["lm.layers.0.norm.weight"]
-    t["lm.layers.1.norm.weight"] = np.zeros((2, 24), np.float16)
+    t["lm.layers.1.norm.weight"] = np.zeros((2, 24), np.int32)
     t["lm.layers.0.A_log"] = np.zeros(5, np.float32)                          # shorter than the heads
     t["lm.layers.1.conv.weight"] = np.zeros((4, 24), np.float32)              # transposed, same size
     del t["lm.layers.0.experts.1.w1.weight_scale"]
@@ -191,45 +193,43 @@ def test_all_problems_at_once(tmp_path):
     t["lm.layers.2.norm.weight"] = t["vision.patch.weight"] = np.zeros(4, np.float32)
     shard(tmp_path, t)
     text = error(lambda: match(expectations(), Checkpoint(tmp_path), ["vision.*"]))
-    assert text.splitlines()[0] == f"{tmp_path}: not the tensors that the spec expects, 10 problems"
-    assert {line.strip() for line in text.splitlines()[1:]} == {
+    first, *lines, why, fix = text.splitlines()
+    assert first == f"{tmp_path}: not the tensors that the spec expects, 10 problems"
+    assert {line.strip() for line in lines} == {
         "missing: lm.layers.0.norm.weight (mixer.norm [48])",
         "misshapen: lm.layers.1.norm.weight (mixer.norm is [2, 24], not [48])",
-        "misdtyped: lm.layers.1.norm.weight (mixer.norm is f16, not bf16 or f32)",
+        "misdtyped: lm.layers.1.norm.weight (mixer.norm is i32, not bf16 or f32 or f16)",
         "misshapen: lm.layers.0.A_log (kda.a_log is [5], not [6] or longer)",
         "misshapen: lm.layers.1.conv.weight (kda.conv is [4, 24], not [24, 4])",
         "missing: lm.layers.0.experts.1.w1.weight_scale "
-        "(moe.gate [16, 2], the other half of the pair is there)",
-        "misshapen: lm.layers.1.experts.1.w1.weight_packed (moe.gate is [16, 31], not [16, 32])",
-        "misdtyped: lm.layers.1.experts.1.w1.weight_packed (moe.gate is i8, not u8)",
-        "extra: lm.layers.1.experts.0.w1.weight_scale (moe.gate is also there unpacked)",
+        "(lm.layers.0.experts.1.w1.weight is mxfp4, and this part of it is not there)",
+        "misshapen: lm.layers.1.experts.1.w1.weight (moe.gate is [16, 62], not [16, 64])",
+        "misdtyped: lm.layers.1.experts.1.w1.weight_packed (weight of mxfp4: i8, not u8)",
+        "extra: lm.layers.1.experts.0.w1.weight_scale (moe.gate is also there as plain)",
         "extra: lm.layers.2.norm.weight (no role of the spec uses it)"}
+    assert "the spec has 4,3" in why and "--ignore" in fix
     assert "extra: vision.patch.weight" in error(lambda: match(expectations(), Checkpoint(tmp_path)))
 
 
 def test_many_problems_of_one_pattern_are_one_line(tmp_path):
     write(tmp_path / "model.safetensors", {"x": np.zeros(1, np.float32)})
-    many = [Expected(f"l.{i}.e.{j}.w1.weight", (4, 32), FLOAT, "moe.gate")
+    many = [one(f"l.{i}.e.{j}.w1.weight", (4, 32), "moe.gate")
             for i in range(3, 12) for j in range(5)]
     text = error(lambda: match(many, Checkpoint(tmp_path)))
     assert "missing: 45 tensors l.{3..11}.e.{0..4}.w1.weight (moe.gate [4, 32]), first l.3.e.0.w1" in text
-    assert len(text.splitlines()) == 3
+    assert len(text.splitlines()) == 5
 
 
 def test_groups_of_32_must_come_out_even(tmp_path):
-    t = {"a.weight_packed": np.zeros((16, 24), np.uint8), "a.weight_scale": np.full((16, 2), 127, np.uint8)}
+    t = {"a.weight_packed": np.zeros((16, 24), np.uint8), "a.weight_scale": np.full((16, 1), 127, np.uint8)}
     write(tmp_path / "model.safetensors", t)
-    odd = Expected("a.weight", (16, 48), ("mxfp4",), "moe.gate")
-    text = error(lambda: match([odd], Checkpoint(tmp_path)))
-    assert "misshapen: a.weight_packed (moe.gate has K = 48, mxfp4 needs a multiple of 32)" in text
+    text = error(lambda: match([one("a.weight", (16, 48), "moe.gate")], Checkpoint(tmp_path)))
+    assert "misshapen: a.weight_scale (scale of mxfp4: [16, 1], not [16, 2])" in text
 
 
-def test_values_that_mxfp4_cannot_hold_name_their_tensor(tmp_path):
+def test_scales_that_are_no_numbers_name_their_tensor(tmp_path):
     t = tensors()
-    t["lm.layers.0.experts.0.w1.weight"][3, 3] = np.inf
     t["lm.layers.0.experts.1.w1.weight_scale"][0, 0] = 255
     shard(tmp_path, t)
     sources = match(expectations(), Checkpoint(tmp_path))
-    for e, name in ((0, "weight: a weight"), (1, "weight_scale: 1 of 32")):
-        text = error(sources[f"lm.layers.0.experts.{e}.w1.weight"].read_mxfp4)
-        assert f"lm.layers.0.experts.{e}.w1.{name}" in text
+    assert "lm.layers.0.experts.1.w1.weight_scale: 1 of 32" in error(sources["lm.layers.0.experts.1.w1.weight"].read)

@@ -57,7 +57,7 @@ def test_round_trip(tmp_path, base, sizes, ranks, fmt):
                     same(have, want)
     assert figures["layout_hash"] == layout_hash(plan) == packed[0].manifest["layout_hash"]
     assert figures["bytes"] == sum(a.nbytes for p in packed for a in (p.tape, p.experts["experts"], p.embedding))
-    assert not figures["rounded_to_bf16"] and not figures["converted_to_mxfp4"]
+    assert not figures["rounded_to_bf16"] and not figures["converted"]
     assert figures["checkpoint_bytes"] == sum(a.nbytes for a in t.values())
 
 
@@ -235,13 +235,13 @@ def test_bf16_experts_as_mxfp4_only_where_exact_or_asked_for(tmp_path):
         pack(plan, hub, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
     figures = pack(plan, hub, tmp_path / "out", convert=True)
-    assert sum(g["tensors"] for g in figures["converted_to_mxfp4"].values()) == len(expert_names(plan.spec.model))
+    assert sum(g["tensors"] for g in figures["converted"]["mxfp4"].values()) == len(expert_names(plan.spec.model))
     gate, *_ = expert_from_images(plan.experts[0], [p.experts["experts"] for p in load(plan, tmp_path / "out")], 0, 3)
     for have, want in zip(gate, quantise_mxfp4(t[tensor_names(plan, plan.weights["moe.expert_gate"], 1, 3)[0]].T)):
         same(have, want)
     for name in expert_names(plan.spec.model):
         t[name] = np.ascontiguousarray(dequantise_mxfp4(*quantise_mxfp4(t[name].T)).T).astype(bfloat16)
-    assert not pack(plan, checkpoint(tmp_path / "exact", t), tmp_path / "out2")["converted_to_mxfp4"]
+    assert not pack(plan, checkpoint(tmp_path / "exact", t), tmp_path / "out2")["converted"]
 
 
 def test_k_that_is_no_whole_group_is_padded():

@@ -6,9 +6,11 @@ shards are read, and held against the sizes of the files, at once; tensors when 
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +25,14 @@ SINGLE = "model.safetensors"
 # safetensors' name -> the name used in mkgen and the numpy dtype; other dtypes can be listed but not read
 DTYPES = {
     "BF16": ("bf16", ml_dtypes.bfloat16), "F16": ("f16", np.float16), "F32": ("f32", np.float32),
-    "U8": ("u8", np.uint8), "I8": ("i8", np.int8), "I32": ("i32", np.int32), "I64": ("i64", np.int64),
+    "U8": ("u8", np.uint8), "I8": ("i8", np.int8), "I16": ("i16", np.int16),
+    "I32": ("i32", np.int32), "I64": ("i64", np.int64), "BOOL": ("bool", np.bool_),
     "F8_E4M3": ("f8_e4m3", ml_dtypes.float8_e4m3fn), "F8_E5M2": ("f8_e5m2", ml_dtypes.float8_e5m2),
     "F8_E8M0": ("f8_e8m0", ml_dtypes.float8_e8m0fnu),
 }
 NUMPY = dict(DTYPES.values())
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.values()}
+CONFIGS = "config.json", "quantize_config.json", "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,19 @@ class Checkpoint:
     def __init__(self, directory: str | os.PathLike):
         self.directory = Path(directory)
         self._tensors: dict[str, Tensor] = {}
+        self._files: dict[Path, tuple[int, int, str]] = {}
         problems: list[str] = []
-        for file, wanted in _shards(self.directory).items():
+        shards = _shards(self.directory)
+        placed = {n for wanted in shards.values() for n in wanted}
+        for file, wanted in shards.items():
             try:
-                found = _read_header(file)
+                found, self._files[file] = _read_header(file)
             except MkgenError as error:
                 problems.append(str(error))
                 continue
+            twice = [n for n in found if n in self._tensors and n not in placed]
+            if twice:
+                problems.append(f"{file}: {len(twice)} tensors are in another file too, first {twice[0]}")
             self._tensors.update((n, t) for n, t in found.items() if n not in self._tensors or n in wanted)
             absent = sorted(wanted - found.keys())
             if absent:
@@ -68,6 +79,27 @@ class Checkpoint:
     def names(self) -> list[str]:
         """All tensor names, sorted."""
         return sorted(self._tensors)
+
+    @property
+    def quantization(self) -> dict:
+        """What the folder's config files say of how weights are quantised; {} if nothing."""
+        found: dict = {}
+        for file in CONFIGS:
+            try:
+                config = json.loads((self.directory / file).read_text())
+                part = config if file == "quantize_config.json" else config.get("quantization_config", config.get("quantization"))
+                found = {**(part if isinstance(part, dict) else {}), **found}
+            except (OSError, ValueError, AttributeError):
+                continue                     # tensors say most themselves; a folder without these files will do
+        return found
+
+    def fingerprint(self) -> dict[str, list]:
+        """File name -> [bytes, time of change in ns, hash of its header]: another checkpoint has another one."""
+        return {str(file.relative_to(self.directory)): [size, stamp, digest] for file, (size, stamp, digest) in self._files.items()}
+
+    def bytes(self, name: str) -> int:
+        t = self._tensor(name)
+        return t.last - t.first
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -126,25 +158,32 @@ def _shards(directory: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def _read_header(file: Path) -> dict[str, Tensor]:
-    """Header of one safetensors file; MkgenError if it is damaged or promises more bytes than there are."""
+def _read_header(file: Path) -> tuple[dict[str, Tensor], tuple[int, int, str]]:
+    """A safetensors file's tensors, and its size, time and header's hash; MkgenError if it is damaged, or is not as long
+    as its header says."""
     if not file.is_file():
         raise MkgenError(f"{file}: no such file, but {INDEX} names it")
     try:
-        size = file.stat().st_size
+        stat = file.stat()
+        size = stat.st_size
         with file.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > size - 8:
                 raise MkgenError(f"{file}: truncated: {size} bytes, its header alone takes {length + 8}")
-            header = json.loads(f.read(length))
+            text = f.read(length)
         tensors = {name: _entry(file, 8 + length, entry)
-                   for name, entry in header.items() if name != "__metadata__"}
+                   for name, entry in json.loads(text).items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise MkgenError(f"{file}: not a safetensors file: {type(error).__name__} {error}") from None
-    end = max((t.last for t in tensors.values()), default=0)
-    if end > size:
-        raise MkgenError(f"{file}: truncated: {size} bytes, its header promises {end}")
-    return tensors
+    end = 8 + length
+    for name, t in sorted(tensors.items(), key=lambda item: item[1].first):
+        if t.first != end:
+            raise MkgenError(f"{file}: not a safetensors file: {name} begins at byte {t.first}, the one before it ends at {end}")
+        end = t.last
+    if end != size:
+        what = "truncated" if end > size else "damaged"
+        raise MkgenError(f"{file}: {what}: {size} bytes, its header promises {end}")
+    return tensors, (size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest()[:16])
 
 
 def _entry(file: Path, base: int, entry: dict) -> Tensor:
@@ -153,3 +192,25 @@ def _entry(file: Path, base: int, entry: dict) -> Tensor:
     if numpy and last - first != math.prod(shape) * np.dtype(numpy).itemsize:
         raise ValueError(f"{entry} does not span the bytes of its shape")
     return Tensor(file, name, shape, base + first, base + last)
+
+
+class Arrays:
+    """Tensors in memory with the face of a checkpoint."""
+
+    directory, quantization = "memory", {}
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]):
+        self._tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return np.shape(self._tensors[name])
+
+    def dtype(self, name: str) -> str:
+        return NAMES[np.asarray(self._tensors[name]).dtype]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        a = np.asarray(self._tensors[name])
+        return a[start:stop] if a.ndim else a

@@ -1,12 +1,12 @@
-"""The folder of packed weights: its files and manifest, how it is read, and how it comes to be, whole or not at all."""
+"""The folder of packed weights: its files and manifest, how it is read, and what it may replace."""
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from mkgen.errors import MkgenError
 MANIFEST = "manifest.json"
 FORMAT = "mkgen packed weights"
 PARTIAL = ".partial"                         # behind the folder's name while it is being written
+PROGRESS = "progress.jsonl"                  # how far an unfinished folder is, see journal.py
 OLD = ".old"                                 # behind the name of a folder that is being replaced
-OURS = re.compile(r"(tape|experts(_\w+)?|embedding)\.\d+\.npy|" + re.escape(MANIFEST))
+OURS = re.compile(r"(tape|experts(_\w+)?|embedding)\.\d+\.npy|" + re.escape(MANIFEST) + "|" + re.escape(PROGRESS))
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ def check_target(out: Path, force: bool) -> None:
         return
     if not out.is_dir():
         raise MkgenError(f"{out}: is a file; packed weights are a folder\n  fix: another --out")
-    strangers = _strangers(out)
-    if strangers:
-        raise MkgenError(f"{out}: holds {strangers[0]}, which mkgen did not write: it is not replaced\n"
+    others = strangers(out)
+    if others:
+        raise MkgenError(f"{out}: holds {others[0]}, which mkgen did not write: it is not replaced\n"
                          "  fix: another --out, or empty the folder")
     if not any(out.iterdir()):
         return
@@ -91,55 +92,34 @@ def check_target(out: Path, force: bool) -> None:
         raise MkgenError(f"{out}: holds packed weights already\n  fix: another --out, or --force to replace them")
 
 
-@contextmanager
-def new_folder(out: Path, force: bool) -> Iterator[Path]:
-    """A folder `<out>.partial` to write into. It takes the place of `out` at the end, or vanishes if an error comes."""
-    check_target(out, force)
-    partial = out.with_name(out.name + PARTIAL)
-    if partial.exists():                     # of a run that was killed
-        if not partial.is_dir() or _strangers(partial):
-            raise MkgenError(f"{partial}: is in the way, and not from mkgen\n  fix: move it, or another --out")
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        _replace(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def new_array(path: Path, shape: Iterable[int]) -> np.memmap:
-    """A .npy file of u32 zeros, mapped for writing, its space taken at once: a disk full later kills the process."""
+    """A .npy file of u32 zeros, mapped for writing, its space taken at once: a disk full later kills the process.
+
+    Raises MkgenError if there is no room."""
     a = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint32, shape=tuple(shape))
     if hasattr(os, "posix_fallocate"):
         with open(path, "r+b") as f:
-            os.posix_fallocate(f.fileno(), 0, os.fstat(f.fileno()).st_size)
+            size = os.fstat(f.fileno()).st_size
+            try:
+                os.posix_fallocate(f.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                raise MkgenError(f"{path}: {error.strerror}, with {size / 1e9:.1f} GB of it to be written\n"
+                                 "  fix: another --out, or make room") from None
     return a
 
 
 def check_space(out: Path, needed: int) -> None:
-    """MkgenError if the disk that `out` lies on has fewer than `needed` bytes left."""
-    place = next(p for p in out.parents if p.exists())
-    free = shutil.disk_usage(place).free
+    """MkgenError if the disk that `out` lies on has fewer than `needed` bytes left, what is in `<out>.partial` included."""
+    place, partial = next(p for p in out.parents if p.exists()), out.with_name(out.name + PARTIAL)
+    taken = sum(p.stat().st_blocks * 512 for p in partial.iterdir()) if partial.is_dir() else 0
+    free = shutil.disk_usage(place).free + taken
     if free < needed:
         raise MkgenError(f"{out}: {needed / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free on {place}\n"
                          "  fix: another --out, or make room")
 
 
-def _replace(partial: Path, out: Path) -> None:
-    old = out.with_name(out.name + OLD)
-    if out.exists() and any(out.iterdir()):
-        if old.exists():
-            raise MkgenError(f"{old}: is in the way\n  fix: move it")
-        out.rename(old)
-        partial.rename(out)
-        shutil.rmtree(old)
-        return
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
-
-
-def _strangers(folder: Path) -> list[str]:
+def strangers(folder: Path) -> list[str]:
+    """What is in the folder that mkgen has not written."""
     return sorted(p.name for p in folder.iterdir() if not OURS.fullmatch(p.name))

@@ -1,113 +1,251 @@
 """`mkgen pack`: a Hugging Face checkpoint -> each rank's tape, experts and embedding table, one tensor at a time."""
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mkgen.errors import MkgenError
-from mkgen.pack.expect import match
+from mkgen.graph.ir import Weight
+from mkgen.pack.coded import Coded
+from mkgen.pack.expect import Source, match
 from mkgen.pack.hub import Checkpoint
-from mkgen.pack.image import put_embedding, put_expert_everywhere, put_weight
-from mkgen.pack.packed import FORMAT, MANIFEST, check_space, check_target, file_name, new_array, new_folder
+from mkgen.pack.image import Stored, put_embedding, put_expert_everywhere, put_weight, store_codes, store_values
+from mkgen.pack.journal import Partial
+from mkgen.pack.packed import FORMAT, MANIFEST, check_space, check_target, file_name
 from mkgen.pack.places import TapePlaces, embedding_weight, expert_layers, shapes
-from mkgen.pack.reading import Reader, grouped
-from mkgen.pack.wanted import expected, tensor_names
-from mkgen.plan.experts import ExpertImage
+from mkgen.pack.reading import BadWeights, Reader, grouped
+from mkgen.pack.wanted import expected
 from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
+from mkgen.spec.params import by_role
 
-Progress = Callable[[int, int, str], None]   # bytes read, bytes in all, the tensor that was written
+Progress = Callable[[int, int, str], None]   # bytes read, bytes in all, the weight that was written
+SYNC_BYTES, SYNC_SECONDS = 1 << 30, 20.0     # of work that a crash may cost
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One weight on its way: of a layer (None: the ends), of an expert. place: of which image, with what of it."""
+    place: str                               # embedding | tape | the name of an expert image
+    weight: Weight
+    layer: int | None
+    format: str                              # of build.formats; f32: plain, a bias
+    expert: int | None = None
+    index: int = 0                           # which of the layers with experts
+    which: int = 0                           # of an expert's matrices
 
 
 def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLike, ranks: Iterable[int] | None = None,
-         progress: Progress | None = None, *, convert: bool = False, force: bool = False,
-         ignore: Sequence[str] = ()) -> dict:
+         progress: Progress | None = None, *, convert: bool = False, force: bool = False, ignore: Sequence[str] = (),
+         say: Callable[[str], None] | None = None) -> dict:
     """Packs a checkpoint for `ranks` (all of them if None) and returns the figures.
 
-    Every tensor is read once and scattered to all ranks' files; no more than one or two are in memory. The files are
-    in `<out_dir>.partial`, which becomes `out_dir` when all is done.
-    convert: unpacked experts that are not exact in mxfp4 are rounded to it. force: weights packed before are replaced.
-    ignore: shell patterns of tensors that may be in the checkpoint unused.
+    Every tensor is read once and scattered to all ranks' files; no more than one or two are in memory, and one expert of a stack.
+    The files are in `<out_dir>.partial`, which becomes `out_dir` when all is done. A run that is interrupted, however, leaves
+    that folder; the next one goes on where it stopped and ends with the same bytes.
+    convert: values that the build's format cannot hold exactly are rounded to it. force: weights packed before are replaced.
+    ignore: shell patterns of tensors that may be in the checkpoint unused, beside the spec's. say: takes a line for the user.
     Raises MkgenError: for all tensors that are missing, extra, misshapen or misdtyped, at once, before anything is
-    written; for a weight that is not finite; for a target or disk that will not do.
+    written; for all weights that are not finite; for a target or disk that will not do.
     """
     began, out = time.perf_counter(), Path(os.path.abspath(out_dir))
     ranks = _ranks(plan, ranks)
     check_target(out, force)
-    wanted = expected(plan)
-    reader = Reader(plan, match(wanted, Checkpoint(checkpoint_dir), (*plan.spec.model.ignore, *ignore)), convert)
-    reader.check_first_expert()
+    wanted, checkpoint = expected(plan), Checkpoint(checkpoint_dir)
+    sources = match(wanted, checkpoint, (*plan.spec.model.ignore, *ignore))
+    reader, todo = Reader(plan, sources, convert), list(units(plan))
+    probe(reader, todo)
     sizes = shapes(plan)
     size = sum(math.prod(s) * 4 for s in sizes.values()) * len(ranks)
     check_space(out, size)
-
-    def tell(name: str) -> None:
-        if progress:
-            progress(reader.read_bytes, reader.total_bytes, name)
-
-    with new_folder(out, force) as folder:
-        files = {name: {r: new_array(folder / file_name(name, r), shape) for r in ranks}
-                 for name, shape in sizes.items()}
-        images = {name: {r: np.asarray(f) for r, f in of.items()} for name, of in files.items()}
-        write_weights(plan, reader, images, tell)
-        for image in plan.experts:
-            write_experts(plan, image, reader, images[image.name], tell)
-        for f in (f for of in files.values() for f in of.values()):
-            f.flush()
+    partial = Partial(out, facts(plan, checkpoint, ranks, convert))
+    going_on = partial.done
+    try:
+        if going_on and say:
+            say(f"{partial.path}: going on after {going_on:,} of {len(todo):,} weights")
+        files = partial.arrays((file_name(name, r), shape) for name, shape in sizes.items() for r in ranks)
+        images = {name: {r: files[file_name(name, r)] for r in ranks} for name in sizes}
+        write(plan, reader, todo, images, partial, progress)
         manifest = {"format": FORMAT, "layout_hash": layout_hash(plan), "model": plan.spec.model.name, "ranks": ranks,
                     "mesh": dict(plan.mesh.factors), "expert_format": plan.experts[0].format if plan.experts else None,
                     "shapes": {n: list(s) for n, s in sizes.items()}}
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        del images, files
+        partial.finish(json.dumps(manifest, indent=2) + "\n", MANIFEST)
+    except BadWeights:
+        partial.remove()
+        raise
+    finally:
+        partial.close()
     return {"out": str(out), "model": manifest["model"], "layout_hash": manifest["layout_hash"], "ranks": len(ranks),
-            "parameters": sum(math.prod(e.shape) for e in wanted), "tensors": len(wanted),
-            "checkpoint_bytes": reader.total_bytes, "bytes": size,
-            "rounded_to_bf16": grouped(reader.rounded), "converted_to_mxfp4": grouped(reader.converted),
+            "parameters": sum(e.parameters for e in wanted), "published": plan.spec.model.parameters, "tensors": len(wanted),
+            "checkpoint_bytes": reader.total_bytes, "bytes": size, "resumed_after": going_on,
+            "rounded_to_bf16": grouped(reader.rounded),
+            "converted": {fmt: grouped(counts) for fmt, counts in sorted(reader.converted.items())},
+            "families": families(plan, sources, todo),
             "seconds": round(time.perf_counter() - began, 3)}
 
 
-def write_weights(plan: Plan, reader: Reader, images: dict[str, dict[int, np.ndarray]],
-                  tell: Callable[[str], None]) -> None:
-    """Embedding tables and tapes. The ends come first: a table that is also the head is read once."""
+def units(plan: Plan) -> Iterator[Unit]:
+    """All that is to be written, always in this order: the embedding table, the ends (a table that is also the head is read
+    once), the layers, the experts."""
     places, table = TapePlaces(plan), embedding_weight(plan)
-    wanted = [(layer, plan.weights[name]) for layer, name in places.homes]
     if table is not None:
-        wanted.insert(0, (None, table))
-    for layer, weight, value in reader.weights(wanted):
-        if weight is table:
-            for rank, rows in images["embedding"].items():
-                put_embedding(plan, rank, rows, value)
-        else:
-            for rank, tape in images["tape"].items():
-                put_weight(places, rank, tape, layer, weight.name, value)
-        tell((tensor_names(plan, weight, layer) or (weight.name,))[0])       # a constant of the spec has no tensor
+        yield Unit("embedding", table, None, "bf16")
+    for (layer, name), homes in places.homes.items():
+        yield Unit("tape", plan.weights[name], layer, getattr(homes[0].of, "format", "bf16"))
+    for image in plan.experts:
+        for index, layer in enumerate(expert_layers(plan, image)):
+            for expert in range(image.experts):
+                for weights, fmt in (image.weights, image.format), (image.biases, "f32"):
+                    for which, name in enumerate(weights):
+                        yield Unit(image.name, plan.weights[name], layer, fmt, expert, index, which)
 
 
-def write_experts(plan: Plan, image: ExpertImage, reader: Reader, images: dict[int, np.ndarray],
-                  tell: Callable[[str], None]) -> None:
-    """Every routed expert of a kind, to the ranks that share it."""
-    for index, layer in enumerate(expert_layers(plan, image)):
-        for expert in range(image.experts):
-            for weights, read in ((image.weights, reader.expert), (image.biases, reader.expert_bias)):
-                for which, weight in enumerate(weights):
-                    name, = tensor_names(plan, plan.weights[weight], layer, expert)
-                    put_expert_everywhere(image, images, index, expert, which, read(name))
-                    tell(name)
+def probe(reader: Reader, todo: Sequence[Unit]) -> None:
+    """Refuses a checkpoint whose weights cannot be stored as asked at once, for all families, rather than in the middle."""
+    first: dict[str, Unit] = {}
+    for u in todo:
+        first.setdefault(u.weight.name, u)
+    problems = []
+    for u in first.values():
+        coded = any(reader.sources[n].layout.coded for n, _ in reader.keys(u.weight, u.layer, u.expert))
+        if (coded or u.format not in ("bf16", "f32")) and not reader.convert:
+            try:
+                reader.weight(u.weight, u.layer, u.expert, u.format)
+            except BadWeights as error:
+                problems.append(error)
+    if problems:
+        raise BadWeights.all(problems)
+    reader.read_bytes = 0
+
+
+def facts(plan: Plan, checkpoint: Checkpoint, ranks: list[int], convert: bool) -> dict:
+    """What decides the bytes of a pack, by a word for each part."""
+    patterns = json.dumps(plan.spec.model.checkpoint, sort_keys=True)
+    return {"spec": [layout_hash(plan), hashlib.sha256(patterns.encode()).hexdigest()[:16]], "checkpoint": checkpoint.fingerprint(),
+            "list of ranks": ranks, "--convert": convert}
+
+
+def write(plan: Plan, reader: Reader, todo: Sequence[Unit], images: dict[str, dict[int, np.ndarray]], partial: Partial,
+          progress: Progress | None) -> None:
+    """Writes what is not on disk yet. Raises BadWeights for all of the checkpoint's bad weights at the end."""
+    for notes in partial.notes:
+        reader.rounded |= notes["rounded"]
+        for fmt, counts in notes["converted"].items():
+            reader.converted.setdefault(fmt, {}).update(counts)
+    left = todo[partial.done:]
+    reader.will_read((u.weight, u.layer, u.expert) for u in left)
+    skipped = {k for u in todo[:partial.done] for k in reader.keys(u.weight, u.layer, u.expert)}
+    skipped -= {k for u in left for k in reader.keys(u.weight, u.layer, u.expert)}
+    reader.read_bytes = sum(reader.sources[n].layout.bytes(e) for n, e in skipped)
+    places, problems = TapePlaces(plan), []
+    sync = _Sync(reader, partial)
+    try:
+        for i, u in enumerate(left, partial.done):
+            try:
+                put(plan, places, images, u, reader.weight(u.weight, u.layer, u.expert, u.format))
+            except BadWeights as error:
+                problems.append(error)
+            if not problems:                 # what is bad is met again by a run that goes on
+                sync.wrote(i + 1)
+            if progress:
+                progress(reader.read_bytes, reader.total_bytes, u.weight.name)
+    except BaseException:
+        sync.now()
+        raise
+    if problems:
+        raise BadWeights.all(problems)
+    sync.now()
+
+
+def put(plan: Plan, places: TapePlaces, images: dict[str, dict[int, np.ndarray]], u: Unit, value: np.ndarray | Coded) -> None:
+    """One weight into all images that hold a part of it. Done twice, it is the same."""
+    if u.place == "embedding":
+        for rank, rows in images["embedding"].items():
+            put_embedding(plan, rank, rows, value)
+    elif u.place == "tape":
+        for rank, tape in images["tape"].items():
+            put_weight(places, rank, tape, u.layer, u.weight.name, value)
+    else:
+        image = next(i for i in plan.experts if i.name == u.place)
+        value = value if u.format == "f32" else _stored(value)
+        put_expert_everywhere(image, images[image.name], u.index, u.expert, u.which, value)
+
+
+def _stored(value: np.ndarray | Coded) -> Stored:
+    if not isinstance(value, Coded):
+        return store_values("bf16", value)
+    n, k = value.shape
+    codes = np.zeros((n, value.scales.shape[1] * value.group), np.uint8)          # whole groups
+    codes[:, :k] = value.codes
+    return store_codes(codes.T, (np.frexp(value.scales)[1] + 126).astype(np.uint8).T)
+
+
+class _Sync:
+    """Brings to disk what was written, every so many bytes and seconds: a crash costs no more work than that."""
+
+    def __init__(self, reader: Reader, partial: Partial):
+        self.reader, self.partial = reader, partial
+        self.done, self.read, self.time = partial.done, reader.read_bytes, time.monotonic()
+        self.noted: dict[str, dict] = {"rounded": dict(reader.rounded)} | {f: dict(c) for f, c in reader.converted.items()}
+
+    def wrote(self, done: int) -> None:
+        self.done = done
+        if self.reader.read_bytes - self.read >= SYNC_BYTES or time.monotonic() - self.time >= SYNC_SECONDS:
+            self.now()
+
+    def now(self) -> None:
+        if self.done > self.partial.done:
+            self.partial.record(self.done, self._news())
+        self.read, self.time = self.reader.read_bytes, time.monotonic()
+
+    def _news(self) -> dict | None:
+        def new(counts: dict[str, int], what: str) -> dict[str, int]:
+            old = self.noted.setdefault(what, {})
+            out = {k: n for k, n in counts.items() if k not in old}
+            old.update(out)
+            return out
+        rounded = new(self.reader.rounded, "rounded")
+        converted = {fmt: new(counts, fmt) for fmt, counts in self.reader.converted.items()}
+        return {"rounded": rounded, "converted": converted} if rounded or any(converted.values()) else None
+
+
+def families(plan: Plan, sources: dict[str, Source], todo: Sequence[Unit]) -> dict[str, dict]:
+    """Of each role: its parameters in the whole model, how the checkpoint keeps them, and how they are packed."""
+    kept: dict[str, set[str]] = {}
+    for s in sources.values():
+        for p in s.expected.parts:
+            kept.setdefault(p.role, set()).add(s.layout.dtype)
+    packed: dict[str, set[str]] = {}
+    for u in todo:
+        for role in u.weight.roles:
+            packed.setdefault(role, set()).add(u.format if u.weight.dtype == "bf16" else u.weight.dtype)
+    return {role: {"parameters": n, "checkpoint": sorted(kept[role]), "packed": sorted(packed.get(role, ()))}
+            for role, n in by_role(plan.spec.model).items()}
 
 
 def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force: bool, json: bool,
                  ignore: Sequence[str] = ()) -> dict:
     """`mkgen pack`: packs all ranks; a bar on stderr, on stdout the figures (`json`: one object), which it returns."""
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
     with bar(plan.spec.model.name, sys.stderr) as progress:
-        figures = pack(plan, from_dir, out_dir, progress=progress, convert=convert, force=force,
-                       ignore=ignore)
+        try:
+            figures = pack(plan, from_dir, out_dir, progress=progress, convert=convert, force=force, ignore=ignore, say=say)
+        except KeyboardInterrupt:
+            say(f"what is packed stays in {out_dir}.partial: the same command goes on with it")
+            raise
     figures["verdict"] = "pass"
     print(_json(figures) if json else describe(figures))
     return figures
@@ -115,12 +253,14 @@ def pack_command(plan: Plan, from_dir: Path, out_dir: Path, convert: bool, force
 
 def describe(figures: dict) -> str:
     """The figures for a person."""
-    lines = ["{model}: {parameters:,} parameters in {tensors:,} tensors, packed for {ranks} ranks: {size:.3f} GB in "
-             "{seconds:.1f} s".format(**figures, size=figures["bytes"] / 1e9),
+    published = figures["published"]
+    told = {None: "", figures["parameters"]: " (as published)"}.get(published, f" (published: {published or 0:,})")
+    lines = ["{model}: {parameters:,} parameters{told} in {tensors:,} tensors, packed for {ranks} ranks: {size:.3f} GB in "
+             "{seconds:.1f} s".format(**figures, told=told, size=figures["bytes"] / 1e9),
              f"  layout {figures['layout_hash']}, {figures['out']}"]
-    for key, text in (("rounded_to_bf16", "bf16"), ("converted_to_mxfp4", "mxfp4")):
+    for text, groups in (("bf16", figures["rounded_to_bf16"]), *figures["converted"].items()):
         lines += [f"  rounded to {text}: {n['values']:,} values of {n['tensors']:,} tensors {pattern}"
-                  for pattern, n in figures[key].items()]
+                  for pattern, n in groups.items()]
     return "\n".join(lines)
 
 

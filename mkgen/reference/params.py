@@ -8,14 +8,19 @@ import numpy as np
 
 from mkgen.graph.ir import Weight
 from mkgen.graph.weights import assemble
+from mkgen.pack.coded import Coded, decode
+from mkgen.pack.expect import cuts_of, pick
+from mkgen.pack.hub import Arrays
+from mkgen.pack.vendor import find
 from mkgen.spec.checkpoint import parse
 
 
 class TensorParams:
-    """`tensors`: hub name -> array, any float dtype. `names`: role -> pattern of spec.checkpoint."""
+    """`tensors`: hub name -> array, any float dtype, or quantised in a layout of pack.vendor; or a `pack.hub.Checkpoint`.
+    `names`: role -> pattern of spec.checkpoint."""
 
-    def __init__(self, tensors: Mapping[str, np.ndarray], names: Mapping[str, str]):
-        self.tensors, self.names = tensors, names
+    def __init__(self, tensors, names: Mapping[str, str]):
+        self.tensors, self.names = Arrays(tensors) if isinstance(tensors, Mapping) else tensors, names
         self._weight = lru_cache(maxsize=4096)(self._assemble)
 
     def _assemble(self, weight: Weight, layer: int, expert: int | None) -> np.ndarray:
@@ -26,7 +31,12 @@ class TensorParams:
 
     def _role(self, role: str, layer: int, expert: int | None) -> np.ndarray:
         pattern = parse(self.names[role])
-        return pattern.take(np.asarray(self.tensors[pattern.format(layer, expert)]), expert).astype(np.float32)
+        stacked = expert is not None and "expert" not in pattern.fields
+        layout = find(self.tensors, pattern.format(layer, expert), int(stacked))
+        if layout is None:
+            raise KeyError(pattern.format(layer, expert))
+        whole = pick(cuts_of(pattern.cuts, layout.turned), layout.read(expert if stacked else None))
+        return decode(whole) if isinstance(whole, Coded) else whole.astype(np.float32)
 
     def weight(self, weight: Weight, layer: int) -> np.ndarray:
         return self._weight(weight, layer, None)
