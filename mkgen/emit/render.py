@@ -8,10 +8,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from mkgen.emit.coded import DTYPES, coded, constant
 from mkgen.emit.printer import Printer
 from mkgen.emit.prune import prune
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Buffer, Step, walk
+from mkgen.spec.formats import FORMATS
 
 FACE = {"decode_call", "states", "VOCAB_RUN"}       # what the host side reads
 SPACES = {"smem": "pltpu.SMEM", "any": "pl.ANY"}
@@ -44,7 +46,7 @@ def libraries(plan: Plan) -> list[str]:
     kinds = {op.kind for sub in plan.graph.sublayers() for op in sub.ops}
     wanted = (("recurrence", {"short_conv", "recurrence"}), ("rope", {"rope_table"}), ("attention", {"gqa_attention", "mla_attention"}),
               ("gqa", {"gqa_attention"}), ("mla", {"mla_attention"}), ("experts", {"routed_experts"}))
-    return [name for name, needs in wanted if kinds & needs]
+    return ["coded"] * bool(coded(plan).sections) + [name for name, needs in wanted if kinds & needs]
 
 
 def function(r: Region) -> str:
@@ -84,11 +86,12 @@ def render_kernel(plan: Plan) -> str:
     missing = [any(run[i] is None for run in plan.graph.layers) for i in (0, 1)]
     functions = {r.name: function(r) for r in regions}
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
-    env.globals.update(rounding(plan))
+    env.globals.update(rounding(plan), coded=coded(plan), constant=constant, code_dtype=lambda fmt: DTYPES[FORMATS[fmt].code])
     text = env.get_template("kernel.py.j2").render(
         plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan),
         kv_batch=max(1, spec.build.kv_slots // 2), expert_steps=expert_steps(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
+        bytes_on_tape=any(FORMATS[m.format].column for m in plan.matrices.values()),
         has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1],
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],
         scratch_buffers=[b for b in buffers if b.space in ("vmem", "smem", "dma_sem")], shape=shape_text, place=place_text,

@@ -153,7 +153,7 @@ def check(c: Coded, name: str) -> None:
     """MkgenError unless the image can hold every scale and zero point of `c` exactly."""
     f = c.kind
     held = to_stored(f, c.scales)
-    bad = ~(held == c.scales)
+    bad = ~(held == c.scales) | ~np.isfinite(c.scales)
     if f.scale == "e8m0":
         bad |= (c.scales < 2.0 ** -126) | (c.scales > 2.0 ** 127)
     if bad.any():

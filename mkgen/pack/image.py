@@ -10,9 +10,12 @@ from typing import Protocol
 
 import numpy as np
 
+from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Weight
-from mkgen.pack import formats
+from mkgen.pack import formats, sections
+from mkgen.pack.coded import Coded, check, encode
 from mkgen.pack.formats import GROUP, LANES, as_bf16
+from mkgen.pack.sections import put_columns
 from mkgen.pack.places import (Home, TapePlaces, embedding_run, embedding_weight, expert_layers, expert_ranks, shapes,
                                share)
 from mkgen.plan.experts import ExpertImage
@@ -24,6 +27,8 @@ BITS = {"bf16": 16, "mxfp4": 4}              # of one weight in an expert image
 
 class Source(Protocol):
     """Logical weights: matrices [K, N], vectors [n], taps [taps, n], tables [vocab, hidden], an expert's matrix [K, N].
+
+    May also have `coded(weight, layer) -> Coded` of a matrix that the plan stores in another format than bf16; else it is encoded.
 
     May also have `expert_mxfp4(weight, layer, e) -> (codes u8 [K, N], e8m0 scales u8 [K/32, N])`; else experts are
     quantised.
@@ -39,8 +44,9 @@ def tape_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
     places, tape = TapePlaces(plan), np.zeros(shapes(plan)["tape"], np.uint32)
     last = {w.name for op in plan.graph.end.ops for w in op.weights()}
     for layer, name in places.homes:
-        number = layer if layer is not None else len(plan.graph.layers) if name in last else 0
-        put_weight(places, rank, tape, layer, name, source.weight(plan.weights[name], number))
+        number, weight = layer if layer is not None else len(plan.graph.layers) if name in last else 0, plan.weights[name]
+        packed = hasattr(source, "coded") and format_of(plan.spec.build, weight) != "bf16"
+        put_weight(places, rank, tape, layer, name, (source.coded if packed else source.weight)(weight, number))
     return tape
 
 
@@ -75,14 +81,22 @@ def embedding_image(plan: Plan, rank: int, source: Source) -> np.ndarray:
 # -- the tape --------------------------------------------------------------------------------------------------------
 
 def put_weight(places: TapePlaces, rank: int, tape: np.ndarray, layer: int | None, name: str,
-               value: np.ndarray) -> None:
-    """A logical weight of `layer` (None: the ends) into all its places on a rank's tape, rounded if stored as bf16."""
+               value: np.ndarray | Coded) -> None:
+    """A logical weight of `layer` (None: the ends) into all its places on a rank's tape. An array is rounded, or encoded, to what
+    the place is stored in; a Coded [N, K] is what the place is stored in."""
     plan = places.plan
     weight, ranks = plan.weights[name], plan.mesh.ranks
-    if value.shape != weight.shape:
-        raise ValueError(f"{name} is {list(weight.shape)}, not {list(value.shape)}")
+    shape = value.shape[::-1] if isinstance(value, Coded) else value.shape
+    if shape != weight.shape:
+        raise ValueError(f"{name} is {list(weight.shape)}, not {list(shape)}")
     for home in places.homes[layer, name]:
         entries = places.entries[layer, home.of.name]
+        if isinstance(home.of, Matrix) and home.of.format != "bf16":
+            if not isinstance(value, Coded):
+                value = encode(home.of.format, value.T)
+            k, n = (share(weight, axis, home.of.whole, ranks, rank) for axis in (0, 1))
+            put_coded_matrix(tape, entries, home, value.outputs(n.start, n.stop).regrouped(home.of.group).inputs(k.start, k.stop))
+            continue
         local = value[tuple(share(weight, axis, home.of.whole, ranks, rank) for axis in range(value.ndim))]
         if local.size:
             (put_matrix if isinstance(home.of, Matrix) else put_vector)(tape, entries, home, local)
@@ -102,31 +116,50 @@ def put_matrix(tape: np.ndarray, entries: list[tuple[int, int]], home: Home, loc
             put(tape[row:row + m.block_rows], columns, first - left)
 
 
+def put_coded_matrix(tape: np.ndarray, entries: list[tuple[int, int]], home: Home, local: Coded) -> None:
+    """The rank's [n, k] of one part of a matrix in its own format, into its columns of every block that they reach."""
+    m: Matrix = home.of
+    if local.format != m.format:
+        raise ValueError(f"{local.format} into {m.name}, which is stored as {m.format}")
+    check(local, m.parts[home.part].weight)
+    put = put_section if m.layout == "panels" else put_byte_lanes
+    for block, row in entries:
+        n, k = divmod(block, m.k_blocks)
+        left = n * m.block_n
+        first, last = max(home.at, left), min(home.at + local.shape[0], left + m.block_n)
+        if first < last and k * m.block_k < local.shape[1]:
+            part = local.outputs(first - home.at, last - home.at).inputs(k * m.block_k, (k + 1) * m.block_k)
+            put(tape[row:row + m.block_rows], m, part, first - left)
+
+
+def put_section(rows: np.ndarray, m: Matrix, part: Coded, at: int) -> None:
+    """Into columns `at`.. of a block of panels."""
+    sections.put(rows, m.section, part, at)
+
+
+def put_byte_lanes(rows: np.ndarray, m: Matrix, part: Coded, at: int) -> None:
+    """8-bit codes into columns `at`.. of a block with K on lanes, and the columns' scales into the rows behind."""
+    put_lanes(rows[:m.code_rows], _widened(part.codes.view(np.uint8), m.block_k), at)
+    rows[m.code_rows:].view(np.float32).reshape(-1)[at:at + len(part.codes)] = part.scales[:, 0]
+
+
 def put_panels(rows: np.ndarray, bits: np.ndarray, at: int) -> None:
     """u16 [n, block_k] into columns `at`.. of a block of panels (formats.pack_panels)."""
     put_columns(rows.reshape(-1, bits.shape[1] // 2, LANES), bits.view(np.uint32), at)
 
 
-def put_lanes(rows: np.ndarray, bits: np.ndarray, at: int) -> None:
-    """u16 [n, block_k] into columns `at`.. of a block with K on lanes (formats.pack_lanes).
+def put_lanes(rows: np.ndarray, codes: np.ndarray, at: int) -> None:
+    """u16 or u8 [n, block_k] into columns `at`.. of a block with K on lanes (formats.pack_lanes).
 
-    Two columns share a word, so even and odd ones are written apart: the neighbour may be another weight's.
+    Two or four columns share a word, so every second or fourth is written apart: the neighbour may be another weight's.
     """
-    blocks = bits.shape[1] // LANES
-    halves = rows.view(np.uint16).reshape(blocks, -1, LANES, 2)
-    for half in (0, 1):
-        first = (half - at) % 2
-        columns = bits[first::2]
-        i = (at + first) // 2
-        halves[:, i:i + len(columns), :, half] = columns.reshape(len(columns), blocks, LANES).swapaxes(0, 1)
-
-
-def put_columns(panels: np.ndarray, words: np.ndarray, at: int) -> None:
-    """u32 words [n, R] (R words along K) into columns `at`.. of u32 panels [P, R, 128]."""
-    end = at + len(words)
-    for p in range(at // LANES, -(-end // LANES)):
-        first, last = max(at, p * LANES), min(end, (p + 1) * LANES)
-        panels[p, :, first - p * LANES:last - p * LANES] = words[first - at:last - at].T
+    blocks, each = codes.shape[1] // LANES, 4 // codes.itemsize
+    parts = rows.view(codes.dtype).reshape(blocks, -1, LANES, each)
+    for part in range(each):
+        first = (part - at) % each
+        columns = codes[first::each]
+        i = (at + first) // each
+        parts[:, i:i + len(columns), :, part] = columns.reshape(len(columns), blocks, LANES).swapaxes(0, 1)
 
 
 def put_vector(tape: np.ndarray, entries: list[tuple[None, int]], home: Home, local: np.ndarray) -> None:

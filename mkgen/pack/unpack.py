@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mkgen.pack import formats
+from mkgen.pack import formats, sections
+from mkgen.pack.coded import Coded, decode
 from mkgen.pack.formats import LANES
 from mkgen.pack.places import TapePlaces, embedding_run, expert_ranks, share
 from mkgen.plan.experts import ExpertImage
@@ -14,14 +15,39 @@ from mkgen.plan.tape import Matrix
 
 
 def matrix_from_tape(places: TapePlaces, tape: np.ndarray, layer: int | None, name: str) -> np.ndarray:
-    """bf16 [k_padded, n_padded] of a rank: a matrix with all its parts and its padding."""
+    """[k_padded, n_padded] of a rank: a matrix with all its parts and its padding; bf16, or f32 from another format."""
     m = places.plan.matrices[name]
+    if m.format != "bf16":
+        return coded_matrix_from_tape(places, tape, layer, m)
     out = np.empty((m.k_padded, m.n_padded), formats.bfloat16)
     undo = formats.unpack_panels if m.layout == "panels" else formats.unpack_lanes
     for block, row in places.entries[layer, name]:
         n, k = divmod(block, m.k_blocks)
         value = undo(tape[row:row + m.block_rows], m.block_k, m.block_n)
         out[k * m.block_k:(k + 1) * m.block_k, n * m.block_n:(n + 1) * m.block_n] = value
+    return out
+
+
+def coded_matrix_from_tape(places: TapePlaces, tape: np.ndarray, layer: int | None, m: Matrix) -> np.ndarray:
+    """f32 [k_padded, n_padded]: what the codes stand for."""
+    out = np.zeros((m.k_padded, m.n_padded), np.float32)
+    for block, row in places.entries[layer, m.name]:
+        n, k = divmod(block, m.k_blocks)
+        rows = tape[row:row + m.block_rows]
+        if m.layout == "panels":
+            left = 0
+            for width in (*(p.width for p in m.parts), m.n_padded - m.n):            # each has a tensor scale of its own
+                first, last = max(left, n * m.block_n), min(left + width, (n + 1) * m.block_n)
+                if first < last:
+                    coded = sections.take(rows, m.section, m.block_k, last - first, first - n * m.block_n)
+                    out[k * m.block_k:(k + 1) * m.block_k, first:last] = decode(coded).T
+                left += width
+            continue
+            codes = rows[:m.code_rows].view(np.uint8).reshape(m.block_k // LANES, -1, LANES, 4).transpose(1, 3, 0, 2)
+        codes = np.ascontiguousarray(codes).reshape(m.block_n, m.block_k)
+        scales = rows[m.code_rows:].view(np.float32).reshape(-1)[:m.block_n, None]
+        coded = Coded(m.format, codes.view(np.int8) if m.format == "int8" else codes, scales)
+        out[k * m.block_k:(k + 1) * m.block_k, n * m.block_n:(n + 1) * m.block_n] = decode(coded).T
     return out
 
 

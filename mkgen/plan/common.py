@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from mkgen.plan.memory import Memory, ROWS_PADDED
 from mkgen.plan.regions import Buffer, Transfer
+from mkgen.plan.section import DEPTH
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES
 
@@ -17,6 +18,10 @@ def declare_shared(memory: Memory) -> None:
         memory.slot_rows * LANES * 4, "Chunk g of the tape into its ring slot.",
         setup=("slot = lax.rem(g, RING_DEPTH)", "first = pl.multiple_of(m.chunks[2 * g], 8)", "rows = pl.multiple_of(m.chunks[2 * g + 1], 8)"),
         reads=("tape",), writes=("ring",))
+    for name, (chunks, rows) in memory.left.items():
+        sums = name == "spread_sums"
+        add(Buffer(name, (chunks, rows, LANES if sums else DEPTH), "f32" if sums else "bf16", "vmem",
+                   "sums of its groups, on every lane" if sums else "left operand, block-diagonal by groups"))
     stages = memory.mesh.stages
     if not stages:
         return

@@ -42,6 +42,7 @@ class Memory:
         self.embed_rows = 0
         self.notes: list[tuple[str, str]] = []
         self.payload = {"reduce": 0, "gather": 0}
+        self.left: dict[str, tuple[int, int]] = {}     # left operands of products with scales of groups: chunks, rows
 
     def declare(self, b: Buffer) -> str:
         known = self.buffers.setdefault(b.name, b)

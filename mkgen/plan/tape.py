@@ -6,10 +6,13 @@ rows) and 'lanes' (K on lanes, columns down the rows), the second for widths tha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mkgen.errors import MkgenError
+from mkgen.plan.section import PUSHED, Section, depth_unit, tile_cycles
 from mkgen.plan.shard import round_up
+from mkgen.spec.formats import FORMATS
 from mkgen.targets import Target
 
 LANES = 128
@@ -36,6 +39,18 @@ class Matrix:
     block_k: int
     block_n: int
     whole: bool                          # every rank holds all of it
+    format: str = "bf16"
+    group: int = 0                       # of K, that share a scale as stored; 0: columns do, or there is none
+
+    @property
+    def section(self) -> Section:
+        """A block of panels, from its first row on."""
+        return Section(self.format, self.group, 0, self.block_k, self.block_n // LANES)
+
+    @property
+    def code_rows(self) -> int:
+        """u32 rows of a block's codes."""
+        return self.block_k * self.block_n * FORMATS[self.format].bits // (32 * LANES)
 
     @property
     def k_blocks(self) -> int:
@@ -51,8 +66,11 @@ class Matrix:
 
     @property
     def block_rows(self) -> int:
-        """u32 rows of one block: two bf16 a word."""
-        return self.block_k * self.block_n // (2 * LANES)
+        """u32 rows of one block, with its scales."""
+        if self.layout == "panels":
+            return self.section.end
+        columns = -(-self.block_n // LANES) if FORMATS[self.format].column else 0
+        return round_up(self.code_rows + columns, 8) if columns else self.code_rows
 
     @property
     def rows(self) -> int:
@@ -60,7 +78,7 @@ class Matrix:
 
     @property
     def true_bytes(self) -> int:
-        return 2 * self.k * self.n
+        return FORMATS[self.format].true_bytes(self.k, self.n)
 
 
 def divisors(n: int) -> list[int]:
@@ -68,54 +86,60 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // d for d in low)})
 
 
-def block_seconds(m: Matrix, target: Target) -> tuple[float, float]:
+def block_seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[float, float]:
     """(copying, computing) one block: bytes and one descriptor; MXU tiles, pushed whole, and the drain of a dot."""
     deep, wide = target.mxu_shape
     tiles = -(-m.block_k // deep) * -(-m.block_n // wide)
-    cycles = -(-tiles // target.mxus_per_core) * target.mxu_push_cycles["bf16"] + target.mxu_drain_cycles
+    each = target.mxu_push_cycles[PUSHED["bf16"]] if m.format == "bf16" else tile_cycles(m.format, m.group, rows, terms, target)
+    cycles = -(-tiles // target.mxus_per_core) * each + target.mxu_drain_cycles
     return m.block_rows * ROW_BYTES / target.hbm_bytes_per_s + target.dma_descriptor_s, cycles / target.clock_hz
 
 
-def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target) -> tuple[Matrix, str]:
+def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target, fmt: str = "bf16",
+                group: int = 0, rows: int = 8, terms: int = 1) -> tuple[Matrix, str]:
     """The layout and block shape whose blocks take least time in all, then least time on the MXU; and why, in a line.
 
-    k, widths: the rank's own."""
+    k, widths: the rank's own. rows, terms: of the left operand, which decide what a block of groups costs."""
     n = sum(p.width for p in parts)
     found: list[tuple[tuple[float, float], Matrix]] = []
 
     def offer(layout: str, k_padded: int, n_padded: int, block_k: int, block_n: int) -> None:
-        m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole)
+        m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group)
         if m.block_rows <= slot_rows and m.block_rows % 8 == 0:
-            copy, compute = block_seconds(m, target)
+            copy, compute = block_seconds(m, target, rows, terms)
             found.append(((round(m.blocks * max(copy, compute) * 1e9), m.blocks * compute), m))
 
-    k16 = round_up(k, 16)
-    # a part of K is read from the activations at a multiple of 128 lanes, and never beyond their width
-    k_cuts = [k16] + [k // d for d in divisors(max(k // LANES, 1)) if d > 1 and k % (LANES * d) == 0]
+    k_whole = round_up(k, depth_unit(fmt))
+    # a part of K is read from the activations at a multiple of 128 lanes (of a whole dot of groups), and never beyond their width
+    unit = 2 * LANES if group else LANES
+    k_cuts = [k_whole] + [k // d for d in divisors(max(k // LANES, 1)) if d > 1 and k % (unit * d) == 0]
     panels = round_up(n, LANES) // LANES
     for extra in range(0, min(max(1, panels // 32), 64) + 1):
         for wide in divisors(panels + extra):
             for block_k in k_cuts:
-                offer("panels", k16, (panels + extra) * LANES, block_k, wide * LANES)
-    if k % LANES == 0 and n % LANES:
-        n16 = round_up(n, 16)
+                offer("panels", k_whole, (panels + extra) * LANES, block_k, wide * LANES)
+    if k % LANES == 0 and n % LANES and not group:
+        n_whole = round_up(n, 256 // FORMATS[fmt].bits)
         for cut in divisors(k // LANES):
-            offer("lanes", k, n16, k // cut, n16)
+            offer("lanes", k, n_whole, k // cut, n_whole)
     if not found:
         raise MkgenError(f"{name}: no block of [{k}, {n}] fits into build.block_kib = {slot_rows // 2}\n"
                          f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
     found.sort(key=lambda f: f[0])
-    return found[0][1], reason(found, target)
+    return found[0][1], reason(found, lambda m: block_seconds(m, target, rows, terms))
 
 
-def reason(found: list[tuple[tuple[float, float], Matrix]], target: Target) -> str:
+def reason(found: list[tuple[tuple[float, float], Matrix]], seconds: Callable[[Matrix], tuple[float, float]]) -> str:
     """The choice in a line: its time, what bounds it, and the best of another layout or block shape."""
     def told(cost: tuple[float, float], m: Matrix) -> str:
-        return f"{m.layout}, {m.blocks} x [{m.block_k}, {m.block_n}], {cost[0] / 1e3:.2f} us"
+        stored = "" if m.format == "bf16" else f"{m.format}, "
+        return f"{stored}{m.layout}, {m.blocks} x [{m.block_k}, {m.block_n}], {cost[0] / 1e3:.2f} us"
 
-    (cost, m), copy = found[0], block_seconds(found[0][1], target)
+    (cost, m), copy = found[0], seconds(found[0][1])
     bound = "HBM" if copy[0] >= copy[1] else "MXU"
-    return f"{told(cost, m)} ({bound})" + (f"; next: {told(*found[1])}" if len(found) > 1 else "")
+    wasted = 1 - m.true_bytes / (m.rows * ROW_BYTES)
+    waste = f"; {100 * wasted:.0f} % of its bytes are padding" if m.format != "bf16" and wasted > 0.05 else ""
+    return f"{told(cost, m)} ({bound}){waste}" + (f"; next: {told(*found[1])}" if len(found) > 1 else "")
 
 
 @dataclass(frozen=True)

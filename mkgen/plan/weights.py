@@ -2,14 +2,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
+from math import gcd
 
 from mkgen.errors import MkgenError
-from mkgen.graph.ir import Weight
+from mkgen.graph.formats import format_of
+from mkgen.graph.ir import Value, Weight
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.memory import Place, identifier
 from mkgen.plan.regions import Advance, Buffer, Start, Wait
-from mkgen.plan.shard import local_units
+from mkgen.plan.section import DEPTH, LEAST_GROUP, left_rows, stored_group
+from mkgen.plan.shard import local_units, unit_range
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
+from mkgen.spec.formats import FORMATS
 
 
 class Weights:
@@ -82,15 +87,32 @@ class Weights:
         width = sum(self.width(w, len(w.shape) - 1, whole) for w in ws)
         return Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
 
-    def matrix(self, name: str, ws: tuple[Weight, ...], along: str) -> Matrix:
-        whole = self.ranks == 1 or (along == "columns" and self.whole(ws)) or along == "whole"
+    def matrix(self, name: str, ws: tuple[Weight, ...], along: str, beside: tuple[Weight, ...] = ()) -> Matrix:
+        """beside: all families that read the same input; they are whole or split together."""
+        whole = self.ranks == 1 or (along == "columns" and self.whole(beside or ws)) or along == "whole"
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
-        m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target)
+        fmt = format_of(self.build, ws[0])
+        m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target, fmt,
+                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms)
         self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else "")))
         self.memory.matrices[name] = m
         self.memory.weights.update({w.name: w for w in ws})
         return m
+
+    def group(self, name: str, fmt: str, w: Weight, whole: bool) -> int:
+        """Weights along K that share a scale on the tape: the format's group, or less where the ranks' shares of K cut it."""
+        starts = [0] if whole or w.split != 0 else [unit_range(w.units, self.ranks, rank, w.groups, w.once)[0] * (w.shape[0] // w.units)
+                                                    for rank in range(self.ranks)]
+        starts = [at for at in starts if at < w.shape[0]]
+        group = stored_group(fmt, starts)
+        if group and group < LEAST_GROUP:
+            raise MkgenError(f"{name}: {fmt} cannot be cut over {self.ranks} ranks\n  why: {FORMATS[fmt].group} rows of K share a scale, "
+                             f"the ranks' shares begin at multiples of {gcd(*starts)}, and fewer than {LEAST_GROUP} are not built\n"
+                             f"  fix: bf16, int8 or fp8 for {w.roles[0]} in build.formats, or another build.mesh")
+        if group < FORMATS[fmt].group:
+            self.memory.notes.append((name, f"a scale for each {group} rows of K instead of {FORMATS[fmt].group}: the ranks' shares cut groups"))
+        return group
 
     def block(self, name: str, ws: tuple[Weight, ...], along: str = "columns") -> tuple[str, Matrix]:
         """Source text [k, n] bf16 of a small matrix that is one block of the open chunk."""
@@ -102,36 +124,74 @@ class Weights:
         return f"panels(m, g, {at}, {m.block_k}, {m.block_n})", m
 
     def matmul(self, op) -> None:
-        """A Linear: blocks one after another through the ring; one block shares a chunk with its neighbours."""
-        m = self.matrix(op.name, op.ws, op.along)
+        """A Linear: its matrices, one after another; families that are stored alike share one."""
+        runs = [list(run) for _, run in groupby(zip(op.ys, op.ws), key=lambda pair: format_of(self.build, pair[1]))]
+        if len(runs) == 1:
+            self.product(op, op.name, op.ys, op.ws)
+            return
+        for run in runs:
+            ys, ws = zip(*run)
+            self.product(op, f"{op.name}_{'_'.join(self.bare(w.name) for w in ws)}", ys, ws)
+        places = [self.memory.places[y.name] for y in op.ys]
+        buffer = self.room(op.name + "_y", sum(p.width for p in places), "f32", " | ".join(self.bare(y.name) for y in op.ys) + ", not rounded")
+        parts, at = [], 0
+        for y, p in zip(op.ys, places):
+            parts.append((at, p.at, p.width, f"m.{p.buffer}"))
+            self.memory.places[y.name] = Place(buffer, at, p.width, "f32", p.spread)
+            at += p.width
+        self.step(op, "linear", "join", reads=tuple(p.buffer for p in places), writes=(buffer,), y=f"m.{buffer}", parts=parts)
+
+    def product(self, op, name: str, ys: tuple[Value, ...], ws: tuple[Weight, ...]) -> None:
+        """One matrix: blocks one after another through the ring; one block shares a chunk with its neighbours."""
+        m = self.matrix(name, ws, op.along, op.ws)
         spread = {"columns": "split", "rows": "partial"}.get(op.along, "whole") if self.ranks > 1 and not m.whole else "whole"
         last = self.sub.role == "end"
-        buffer = self.room("logits" if last else op.name + "_y", m.n_padded, "f32", "logits of this rank's vocabulary" if last else
-                           " | ".join(self.bare(y.name) for y in op.ys) + ", not rounded", space="out" if last else "vmem")
+        buffer = self.room("logits" if last else name + "_y", m.n_padded, "f32", "logits of this rank's vocabulary" if last else
+                           " | ".join(self.bare(y.name) for y in ys) + ", not rounded", space="out" if last else "vmem")
         at = 0
-        for y, part in zip(op.ys, m.parts):
+        for y, part in zip(ys, m.parts):
             self.memory.places[y.name] = Place(buffer, at, part.width, "f32", spread)
             at += part.width
         x = self.place(op.x)
         if x.width != m.k:
             raise ValueError(f"{op.name}: its input has {x.width} columns on a rank, its matrix {m.k} rows")
-        args = dict(matrix=m, x=self.read(op.x, "bf16"), y=f"m.{buffer}", pad=m.k_padded - x.width)
+        template, args = "linear", dict(matrix=m, x=self.read(op.x, "bf16"), y=f"m.{buffer}", pad=m.k_padded - x.width)
+        if m.group:
+            self.spread(op, m, x=args.pop("x"), pad=args.pop("pad"))
+            template, args = "coded", args | dict(reads=self.left_operand(m))
         if m.blocks == 1:
-            self.step(op, "linear", "single", writes=(buffer,), at=self.take(m.block_rows, m.name, 0), **args)
+            self.step(op, template, "single", writes=(buffer,), at=self.take(m.block_rows, m.name, 0), **args)
             return
         self.close()
         if m.k_blocks > 1:
             self.step(op, "linear", "clear", writes=(buffer,), y=f"m.{buffer}")
-        args |= dict(x_ref=f"m.{x.buffer}", x_at=x.at, x_dtype=x.dtype)
+        if not m.group:
+            args |= dict(x_ref=f"m.{x.buffer}", x_at=x.at, x_dtype=x.dtype)
         filled = self.refills(m.blocks)
         for first, last in ((0, filled), (filled, m.blocks)):
             if first == last:
                 continue
-            with self.loop(f"{identifier(op.name)}_block", "i", str(last - first), first=first):
+            with self.loop(f"{identifier(name)}_block", "i", str(last - first), first=first):
                 self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
-                self.step(op, "linear", "block", writes=(buffer,), **args)
+                self.step(op, template, "block", writes=(buffer,), **args)
                 self.advance(refill=first < filled)
         self.chunks += [Chunk((Entry(m.name, 0, m.block_rows, i),)) for i in range(m.blocks)]
+
+    def left_operand(self, m: Matrix) -> tuple[str, ...]:
+        return ("spread", "spread_sums") if FORMATS[m.format].zero else ("spread",)
+
+    def spread(self, op, m: Matrix, **args) -> None:
+        """x as the left operand of a product with scales of groups; the buffer is as large as the largest needs it."""
+        rows = max(left_rows(m.format, m.group, r, self.terms) for r in self.build.rows)
+        for name in self.left_operand(m):
+            most = self.memory.left.get(name, (0, 0))
+            self.memory.left[name] = max(most[0], -(-m.k_padded // DEPTH)), max(most[1], rows)
+        self.step(op, "coded", "spread", writes=self.left_operand(m), of=m, **args)
+
+    @property
+    def terms(self) -> int:
+        """bf16 terms of an activation."""
+        return 2 if self.build.activations == "f32" else 1
 
     def embedding(self, table: Weight, run: int) -> int:
         """Declares the rank's part of an embedding table, `run` tokens; returns u32 rows a token."""

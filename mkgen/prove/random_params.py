@@ -15,9 +15,11 @@ from functools import lru_cache
 import numpy as np
 from ml_dtypes import bfloat16
 
+from mkgen.graph.formats import format_of
 from mkgen.graph.ir import LayerGraph, Weight
 from mkgen.graph.ops.norm import Normalise
 from mkgen.graph.weights import assemble
+from mkgen.pack.coded import Coded, decode, encode
 from mkgen.pack.formats import GROUP, ONE, VALUES, dequantise_mxfp4
 from mkgen.spec.model import Spec
 
@@ -44,6 +46,7 @@ class RandomParams:
         model = spec.model
         self._embedded = 1.0 if model.embed_norm else EMBEDDED / model.embed_scale
         self._output = OUTPUT / model.residual.multiplier
+        self._coded: dict[tuple[str, int], Coded] = {}
         self._weight = lru_cache(maxsize=None)(self._make)
         self._expert = lru_cache(maxsize=None)(self._make_expert)
 
@@ -84,8 +87,16 @@ class RandomParams:
         twin = self._queries(weight)
         if twin is not None:
             w = (w + 2 * self._draw(twin, self._rng(twin, layer))) / math.sqrt(5)
-        w = w.astype(np.float32)
-        return w if weight.dtype == "f32" else _bf16(w)
+        w, fmt = w.astype(np.float32), format_of(self.spec.build, weight)
+        if fmt == "bf16":
+            return w if weight.dtype == "f32" else _bf16(w)
+        coded = self._coded[weight.name, layer] = encode(fmt, w.T)
+        return decode(coded).T
+
+    def coded(self, weight: Weight, layer: int) -> Coded:
+        """A matrix that is stored in another format than bf16, as it is stored."""
+        self.weight(weight, layer)
+        return self._coded[weight.name, 0 if weight.name in self._ends else layer]
 
     def _queries(self, weight: Weight) -> Weight | None:
         """The query weights that these key weights resemble: of the same kind and width."""

@@ -1,7 +1,7 @@
 """What the proof decodes: sequences just before a tile's edge, and what the reference makes of them.
 
-Four rows (as many as the variant has): one a token before the end of its first tile, one before the end of its
-second, one inactive, one at position 0. In the last step the first row is alone, so that some rank may be left
+Rows, as many as the variant has: one a token before the end of its first tile, one before the end of its
+second, one inactive, one at position 0, others in between. In the last step the first row is alone, so that some rank may be left
 without an expert.
 """
 
@@ -59,7 +59,7 @@ def run_reference(graph: LayerGraph, params: Params, spec: Spec, steps: int, see
     """Prefills token by token, then decodes `steps` steps; the reference rounds where the kernel does."""
     tile, context, vocab = spec.build.kv_tile, spec.build.context, spec.model.vocab
     rows = max(spec.build.rows)
-    written = [tile - 1, 2 * tile - 1, tile // 2, 0][:rows]
+    written = [tile - 1, 2 * tile - 1, tile // 2, 0, 1, tile, tile + 1, 2 * tile - 2][:rows]
     rng = np.random.default_rng(seed)
     decoder = Decoder(graph, params, rows, context, activations=spec.build.activations)
     for t in range(max(written)):

@@ -123,8 +123,9 @@ def formats(c: Checker) -> None:
                     "no ffn of this model is a moe",
                     "delete it",
                 )
-        else:
-            c.run(_family, path, family, families, ["experts"])
+        elif family != "rest":
+            c.run(_family, path, family, families, ["experts", "rest", "head"])
+            c.run(_matrix, path, family, fmt)
         if fmt is BAD:
             continue
         if fmt not in FORMATS:
@@ -134,13 +135,36 @@ def formats(c: Checker) -> None:
                 "there is no packing of that name",
                 did_you_mean(fmt, FORMATS),
             )
-        elif fmt != "bf16" and (family != "experts" or fmt != "mxfp4"):
-            c.say(
-                path,
-                f"{fmt} for {family} is not built yet",
-                "only routed experts can be stored in mxfp4, and everything else in bf16",
-                "write bf16",
-            )
+        elif family == "experts" and fmt not in ("bf16", "mxfp4"):
+            c.say(path, f"{fmt} for experts is not built yet", "there is no kernel for it", "write bf16 or mxfp4")
+
+
+def _matrix(c: Checker, path: tuple[str, ...], family: str, fmt: str) -> None:
+    """Only matrices that are streamed can be stored otherwise."""
+    known = known_tensors(c)[0].get(family)
+    if known is None or fmt in ("bf16", BAD):
+        return
+    if family == "embed":
+        c.say(
+            path,
+            f"{fmt} for the embedding",
+            "its rows are looked up, not multiplied",
+            "write `head`, if the head is meant (a tied head, too)" if c.model.tied_head else "delete it",
+        )
+    elif len(known.shape) != 2 or 1 in known.shape:
+        c.say(
+            path,
+            f"{fmt} for {family}, which is {list(known.shape)} in a checkpoint",
+            "vectors and filters are a small part of the bytes, and are kept as they are",
+            "delete it",
+        )
+    elif family.endswith(".kv_b"):
+        c.say(
+            path,
+            f"{fmt} for {family}",
+            "its halves are read as whole blocks, not streamed",
+            "delete it: `rest` leaves it out",
+        )
 
 
 def replicate(c: Checker) -> None:
@@ -181,6 +205,8 @@ def _family(
 ) -> None:
     unsure = {name.partition(".")[0] for name, per in families.items() if per == "unsure"}
     whole = [name for name, per in families.items() if per in ("model", "layer")]
+    whole += ["head"] * ("head" in extra)
+    extra = [name for name in extra if name != "head"]
     if families.get(family) == "expert":
         c.say(
             path,
