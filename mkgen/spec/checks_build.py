@@ -142,7 +142,7 @@ def formats(c: Checker) -> None:
 def _matrix(c: Checker, path: tuple[str, ...], family: str, fmt: str) -> None:
     """Only matrices that are streamed can be stored otherwise."""
     known = known_tensors(c)[0].get(family)
-    if known is None or fmt in ("bf16", BAD):
+    if known is None or fmt is BAD or fmt == "bf16":
         return
     if family == "embed":
         c.say(
