@@ -92,8 +92,8 @@ def oracle_states(case) -> dict[str, np.ndarray]:
     for layer, run in enumerate(case.spec().model.schedule):
         i = seen[run.mixer] = seen.get(run.mixer, -1) + 1
         if run.mixer == "attention":
-            cache = states["attention.cache"][i][:, tokens].transpose(2, 0, 3, 1, 4)
-            out[f"layers.{layer}.keys"], out[f"layers.{layer}.values"] = cache
+            cache = states["attention.cache"][i][:, tokens].swapaxes(1, 2)
+            out[f"layers.{layer}.keys"], out[f"layers.{layer}.values"] = np.split(cache, 2, axis=-1)
         elif run.mixer == "mla":
             cache, rank = states["mla.cache"][i][:, None, tokens], case.spec().model.mixers["mla"].kv_rank
             out[f"layers.{layer}.keys"], out[f"layers.{layer}.values"] = cache[..., :rank], cache[..., rank:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mkgen.check.scenario import sights
 from mkgen.check.findings import Report
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Collective, Start, Step, Wait, walk
@@ -128,14 +129,15 @@ def check_smem(plan: Plan, rows: int, report: Report) -> None:
                 n *= d
             words[b.name] = n
     tile, batch = plan.spec.build.kv_tile, max(1, plan.spec.build.kv_slots // 2)
-    items = rows * -(-plan.spec.build.context // tile) + batch - 1
-    if words.get("kv_items", items) < items:
-        report.add(
-            "memory",
-            f"SMEM, kv_items, {rows} rows",
-            f"{words['kv_items']} entries",
-            f"full contexts list {items}, the filling of a batch with them",
-        )
+    for sight in set(sights(plan).values()):
+        items, (name, _) = rows * sight.most_tiles(plan.spec.build.context, tile) + batch - 1, sight.tables
+        if words.get(name, items) < items:
+            report.add(
+                "memory",
+                f"SMEM, {name}, {rows} rows",
+                f"{words[name]} entries",
+                f"rows that see the most list {items}, the filling of a batch with them",
+            )
     total = sum(-(-4 * n // SMEM_ALIGN) * SMEM_ALIGN for n in words.values())
     if total > plan.target.smem_bytes:
         name = max(words, key=words.get)

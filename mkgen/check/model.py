@@ -6,7 +6,7 @@ from types import CodeType, SimpleNamespace
 
 from mkgen.check.names import constants, namespace
 from mkgen.check.refs import BadExpression, Ref, Table, View, as_view
-from mkgen.check.scenario import Scenario, expert_ids, kv_items, most_experts
+from mkgen.check.scenario import Scenario, expert_ids, kv_items, most_experts, sights
 from mkgen.check.shorten import Short, shorten
 from mkgen.check.steps import home_text, origin_text, tape_reads
 from mkgen.plan.plan import Plan, Region
@@ -74,7 +74,7 @@ class Model:
     def __init__(self, plan: Plan, rows: int, text: Text, short: Short | None = None):
         self.plan, self.rows, self.text = plan, rows, text
         self.short = short or shorten(plan)
-        self.constants = constants(plan)
+        self.constants, self.sights = constants(plan), sights(plan)
         embed = (max(plan.embed_rows, 1), LANES)
         refs = [Ref("tape", (max(self.short.tape_rows, 1), LANES), "u32", "hbm"), Ref("embedding", embed, "u32", "hbm")]
         refs += [Ref(image.name, image.shape, "u32", "hbm") for image in plan.experts]
@@ -103,15 +103,25 @@ class Model:
         m.positions = Table("positions", list(scenario.positions))
         m.tokens = Table("tokens", list(scenario.tokens))
         m.chunks, m.facts = Table("chunks", self.short.chunks), Table("facts", self.short.facts)
-        for name in ("kv_items", "kv_count", "expert_ids", "expert_count"):
+        for name in ("expert_ids", "expert_count"):
             if name in self.refs:
                 setattr(m, name, Table(name, [None] * self.refs[name].dims[0]))
-        if "kv_items" in self.refs:
-            items, count = kv_items(scenario, self.constants["KV_TILE"], self.constants["KV_BATCH"])
-            for i, item in enumerate(items):
-                m.kv_items.put(i, item)
-            m.kv_count.put(0, count)
+        for sight in set(self.sights.values()):
+            names = [n for n in sight.tables if n in self.refs]
+            for name in names:
+                setattr(m, name, Table(name, [None] * self.refs[name].dims[0]))
+            items, count = kv_items(scenario, self.constants["KV_TILE"], self.constants["KV_BATCH"], sight)
+            for name, values in zip(names, (items, [count])):
+                for i, value in enumerate(values):
+                    getattr(m, name).put(i, value)
         return m
+
+    def cache(self, m: SimpleNamespace, kind: str) -> SimpleNamespace | None:
+        """`kv` as a kind's cache has it: which tiles are read; None if the kind has no cache."""
+        sight = self.sights.get(kind)
+        if sight is None:
+            return None
+        return SimpleNamespace(**{k: getattr(m, name, None) for k, name in zip(("items", "count"), sight.tables)})
 
     def wanted(self, scenario: Scenario, turn: int, kind: str) -> list[int]:
         """Local expert ids that the rank has to run in the turn-th layer that routes, one of `kind`."""

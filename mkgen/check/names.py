@@ -51,12 +51,12 @@ def namespace(plan: Plan, here: SimpleNamespace) -> dict:
     known = constants(plan)
     tile, run = known["KV_TILE"], known["VOCAB_RUN"]
 
-    def kv_item(m, i):
-        item = m.kv_items[i]
+    def kv_item(items, i):
+        item = items[i]
         return item >> 16, item & 0xFFFF
 
-    def kv_last(m, i):
-        row, at = kv_item(m, i)
+    def kv_last(m, kv, i):
+        row, at = kv_item(kv.items, i)
         return m.positions[row] - at * tile
 
     def vocab_index(m, row):
@@ -81,7 +81,8 @@ def namespace(plan: Plan, here: SimpleNamespace) -> dict:
         "kv_last": kv_last,
         "vocab_index": vocab_index,
         "embed_here": embed_here,
-        "kv_newest": lambda m, i: 0 <= kv_last(m, i) < tile,
+        "kv_row": lambda kv, i: kv_item(kv.items, i)[0],
+        "kv_newest": lambda m, kv, i: 0 <= kv_last(m, kv, i) < tile,
         "slice": slice,
         "min": min,
         "max": max,

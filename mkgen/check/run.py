@@ -48,7 +48,8 @@ class AbstractRun:
             self.region, self.base = region, self.g
             self.values.enter(region.name)
             scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
-            self.nodes(region.body.nodes, scope)
+            kv = self.model.cache(self.m, region.name)
+            self.nodes(region.body.nodes, scope | ({} if kv is None else {"kv": kv}))
         if 2 * self.g != len(self.model.short.chunks):
             self.report.add(
                 "tape",

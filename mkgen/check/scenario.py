@@ -64,14 +64,51 @@ def tokens(plan: Plan, rank: int, rows: int) -> tuple[int, ...]:
     return tuple(max(0, min(mine[r // 2 % 4] if r % 2 == 0 else other[r // 2 % 2], vocab - 1)) for r in range(rows))
 
 
-def kv_items(scenario: Scenario, tile: int, batch: int) -> tuple[list[int], int]:
-    """(items, count) as the kernel lists them: row << 16 | tile of an active row's tiles, then a batch's filling."""
+@dataclass(frozen=True)
+class Sight:
+    """Which tokens a kind's token sees, and the tables that list their tiles."""
+
+    window: int
+    chunk: int
+
+    @property
+    def tables(self) -> tuple[str, str]:
+        tail = f"_window_{self.window}" if self.window else f"_chunk_{self.chunk}" if self.chunk else ""
+        return f"kv_items{tail}", f"kv_count{tail}"
+
+    def oldest(self, position: int) -> int:
+        """The first token that the one at `position` sees."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def most_tiles(self, context: int, tile: int) -> int:
+        """Of one row: the most unfortunate place of a window or a chunk, or the whole context."""
+        if self.chunk and self.chunk % tile == 0:
+            return min(context, self.chunk) // tile
+        span = self.window or self.chunk
+        return min(-(-context // tile), (span + 2 * tile - 2) // tile) if span else -(-context // tile)
+
+
+def sights(plan: Plan) -> dict[str, Sight]:
+    """Of the kinds that have a positional cache, by name."""
+    out = {}
+    for name, sub in plan.graph.mixers.items():
+        kind = plan.spec.model.mixers[name]
+        if any(s.positional for op in sub.ops for s in op.states()):
+            out[name] = Sight(getattr(kind, "window", 0), getattr(kind, "chunk", 0))
+    return out
+
+
+def kv_items(scenario: Scenario, tile: int, batch: int, sight: Sight) -> tuple[list[int], int]:
+    """(items, count) as the kernel lists them: row << 16 | tile of the tiles that an active row sees, then a batch's filling."""
     items: list[int] = []
     count = 0
     for row, position in enumerate(scenario.positions):
-        tiles = (position + tile) // tile
-        if tiles:
-            items[count:] = [row << 16 | t for t in range(tiles + batch - 1)]
+        if position >= 0:
+            first = sight.oldest(position) // tile
+            tiles = position // tile + 1 - first
+            items[count:] = [row << 16 | t for t in range(first, first + tiles + batch - 1)]
             count += tiles
     return items, count
 

@@ -28,8 +28,8 @@ class Touch:
 
 
 TOUCHES = {  # (template, macro): all others work in the scope that they stand in
-    ("attention", "append"): Touch(bind=(("row", "kv_item(m, i)[0]"),)),
-    ("attention", "attend"): Touch("i", "range(batch * KV_BATCH, (batch + 1) * KV_BATCH)", data="i < m.kv_count[0]"),
+    ("attention", "append"): Touch(bind=(("row", "kv_row(kv, i)"),)),
+    ("attention", "attend"): Touch("i", "range(batch * KV_BATCH, (batch + 1) * KV_BATCH)", data="i < kv.count[0]"),
     ("ends", "embed"): Touch("row", "range(m.rows)", data="embed_here(m, row)"),
 }
 BINDS = {("attention", "item"): ("i", "batch * KV_BATCH + j")}  # names that a step leaves to the nodes behind it
@@ -60,7 +60,7 @@ def origin_text(plan: Plan, buffer: str, source: str, shape: tuple) -> str:
     if source == "embedding":
         return "m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]"
     if buffer.endswith("_tiles"):
-        return f"m.{source}.at[index, kv_item(m, i)[0], :, pl.ds(kv_item(m, i)[1] * (KV_TILE // 2), KV_TILE // 2)]"
+        return f"m.{source}.at[index, kv_row(kv, i), :, pl.ds(kv_item(kv.items, i)[1] * (KV_TILE // 2), KV_TILE // 2)]"
     return state_text(source, shape)
 
 

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mkgen.emit.coded import DTYPES, coded, constant
 from mkgen.emit.printer import Printer
 from mkgen.emit.prune import prune
+from mkgen.graph.ops.cache import Seen
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Buffer, Step, walk
 from mkgen.spec.formats import FORMATS
@@ -68,6 +69,18 @@ def expert_steps(plan: Plan) -> list[dict]:
     return [n.args for n in steps if (n.template, n.macro) == ("experts", "expert")]
 
 
+def cache_features(plan: Plan) -> set[str]:
+    """What the plan's positional caches have beyond the plain one: groups, window, chunk, softcap, sinks."""
+    steps = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Step))
+    return {key for n in steps if (n.template, n.macro) == ("attention", "cache") for key in n.args["more"]}
+
+
+def sights(plan: Plan) -> list[Seen]:
+    """One for each list of tiles, in the order in which they are first used."""
+    ops = (op for sub in plan.graph.mixers.values() for op in sub.ops if any(s.positional for s in op.states()))
+    return list(dict.fromkeys(getattr(op, "seen", Seen()) for op in ops))
+
+
 def render_kernel(plan: Plan) -> str:
     env = environment()
     spec = plan.spec
@@ -88,7 +101,8 @@ def render_kernel(plan: Plan) -> str:
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
     env.globals.update(rounding(plan), coded=coded(plan), constant=constant, code_dtype=lambda fmt: DTYPES[FORMATS[fmt].code])
     text = env.get_template("kernel.py.j2").render(
-        plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan),
+        plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
+        local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),
         kv_batch=max(1, spec.build.kv_slots // 2), expert_steps=expert_steps(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
         bytes_on_tape=any(FORMATS[m.format].column for m in plan.matrices.values()),

@@ -17,7 +17,9 @@ from ml_dtypes import bfloat16
 
 from mkgen.graph.formats import format_of
 from mkgen.graph.ir import LayerGraph, Weight
+from mkgen.graph.ops.head_norm import HeadNorm
 from mkgen.graph.ops.norm import Normalise
+from mkgen.graph.ops.qk import QkNormRope
 from mkgen.graph.weights import assemble
 from mkgen.pack.coded import Coded, decode, encode
 from mkgen.pack.formats import GROUP, ONE, VALUES, dequantise_mxfp4
@@ -42,7 +44,8 @@ class RandomParams:
         self._ends = {w.name for sub in (graph.begin, graph.end) for op in sub.ops for w in op.weights()}
         ops = [op for sub in graph.sublayers() for op in sub.ops]
         self._weights = [w for op in ops for w in op.weights()]
-        self._norms = {op.w.name: op.norm for op in ops if isinstance(op, Normalise) and op.w}
+        normed = (op for op in ops if isinstance(op, (Normalise, HeadNorm, QkNormRope)))
+        self._norms = {w.name: op.norm for op in normed for w in op.weights() if not w.name.endswith("_bias")}
         model = spec.model
         self._embedded = 1.0 if model.embed_norm else EMBEDDED / model.embed_scale
         self._output = OUTPUT / model.residual.multiplier
@@ -128,6 +131,8 @@ class RandomParams:
             return size * (1 + 0.1 * rng.standard_normal(weight.shape)) - n.offset
         if role.endswith("_bias"):
             return 0.2 * rng.standard_normal(weight.shape)
+        if role == "sinks":  # about as large as the scores that they join
+            return rng.standard_normal(weight.shape)
         if weight.name in RESIDUAL_GATES:  # before the temperature: open, shut and between
             return rng.standard_normal(weight.shape)
         if weight.assemble == "vector":  # norms

@@ -14,6 +14,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from mkgen.graph.ir import Op
+from mkgen.graph.ops.gqa_attention import KvGroups
 from mkgen.graph.ops.recurrence import SUBLANES, side_by_side
 from mkgen.plan.plan import Plan
 from mkgen.plan.shard import local_units, unit_range
@@ -117,13 +118,19 @@ def _blocks(width: int) -> int:
 
 
 def _gqa(op, ranks: int) -> Callable[[int], np.ndarray]:
-    """Per local KV head: K, then V, each padded to whole blocks."""
+    """Run by run of local KV heads: their keys, then their values, padded to whole blocks."""
+    heads, kv_heads = (local_units(n, ranks, op.kv_heads) for n in (op.heads, op.kv_heads))
+    groups = KvGroups(heads, kv_heads, op.head_dim, op.value_dim)
+    lanes, both = groups.lanes(), op.head_dim + op.value_dim
 
     def local(rank: int) -> np.ndarray:
         first, last = unit_range(op.kv_heads, ranks, rank, op.kv_heads)
-        out = np.full((local_units(op.kv_heads, ranks, op.kv_heads), 2, _blocks(op.head_dim)), -1)
-        feature = np.arange(2 * op.kv_heads * op.head_dim).reshape(2, op.kv_heads, op.head_dim)
-        out[: last - first, :, : op.head_dim] = feature[:, first:last].swapaxes(0, 1)
+        feature = np.full((kv_heads, both), -1)
+        feature[: last - first] = np.arange(first * both, last * both).reshape(-1, both)
+        out = np.full((lanes.groups, lanes.blocks * LANES), -1)
+        for run, own in zip(out, np.split(feature, lanes.groups)):
+            line = np.concatenate([own[:, : op.head_dim].reshape(-1), own[:, op.head_dim :].reshape(-1)])
+            run[: line.size] = line
         return out.reshape(-1)
 
     return local

@@ -120,11 +120,16 @@ class Env:
                 cache[row, p] = np.asarray(new[row])
         return jnp.asarray(cache)
 
-    def attend(self, scores, weigh: Callable):
-        """softmax over tokens 0..position: weigh(exp(s - max)) / sum, the weights rounded before the product. scores [rows, ..., T]."""
+    def attend(self, scores, weigh: Callable, oldest=0, sink=None):
+        """softmax over tokens oldest..position: weigh(exp(s - max)) / sum, the weights rounded before the product. scores
+        [rows, ..., T]; oldest [rows]; sink [...]: one more score that has no token."""
+        per_row = (-1,) + (1,) * (scores.ndim - 1)
         t = jnp.arange(scores.shape[-1])
-        live = t <= self.positions.reshape((-1,) + (1,) * (scores.ndim - 1))
+        live = (t <= self.positions.reshape(per_row)) & (t >= jnp.asarray(oldest).reshape(per_row))
         s = jnp.where(live, scores, -jnp.inf)
         top = jnp.max(s, -1, keepdims=True)
-        p = jnp.where(live, jnp.exp(s - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-        return weigh(self.r(p)) / jnp.maximum(jnp.sum(p, -1, keepdims=True), 1e-30)
+        top = top if sink is None else jnp.maximum(top, sink)
+        top = jnp.where(jnp.isfinite(top), top, 0.0)
+        p = jnp.where(live, jnp.exp(s - top), 0.0)
+        total = jnp.sum(p, -1, keepdims=True) + (0.0 if sink is None else jnp.exp(sink - top))
+        return weigh(self.r(p)) / jnp.maximum(total, 1e-30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkgen.spec.model import Gqa, Mla, Mlp, Moe, Norm
+from mkgen.spec.model import Mla, Mlp, Moe, Norm
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
@@ -30,16 +30,6 @@ def _odd(n: Norm | None) -> bool:
     return n is not None and (n.kind, n.weight, n.bias) != ("rms", "after", False)
 
 
-def _gqa(a: Gqa) -> dict[str, bool]:
-    q = a.qk_norm
-    return {"value_dim": a.value_dim is not None, "scale": a.scale is not None,
-            "rope": a.rope is not None and (a.rope.layout != "half" or a.rope.scaling is not None),
-            "qk_norm": q is not None and (q.scope, q.offset, q.weight, q.after_rope) != ("head", 0.0, "after", False),
-            "query_temperature": a.query_temperature is not None, "window": a.window > 0, "chunk": a.chunk > 0,
-            "sinks": a.sinks, "softcap": a.softcap != 0, "value_scale": a.value_scale != 1, "output_norm": a.output_norm is not None,
-            "gate": a.gate is not None and (a.gate.act, a.gate.per) != ("sigmoid", "channel"), "bias": bool(a.bias)}
-
-
 def _mla(a: Mla) -> dict[str, bool]:
     return {"q_rank": a.q_rank == 0, "scale": a.scale is not None, "rope": a.rope is not None,
             "query_temperature": a.query_temperature is not None,
@@ -54,5 +44,5 @@ def _moe(f: Moe) -> dict[str, bool]:
     return {"expert_norm": f.expert_norm is not None and f.expert_norm.kind != "rms"}
 
 
-_KINDS = {Gqa: _gqa, Mla: _mla, Mlp: _mlp, Moe: _moe}
+_KINDS = {Mla: _mla, Mlp: _mlp, Moe: _moe}
 CHECKS = (unbuilt,)

@@ -18,6 +18,6 @@ def rows(name: str, x: Value, n: int) -> Weight:
     return Weight(name, (x.width, n), (name,), "linear", split=0, units=x.units, groups=x.groups)
 
 
-def out(name: str, x: Value, hidden: int) -> Made:
-    y = Value(f"{name}.out", hidden)
+def out(name: str, x: Value, hidden: int, dtype: str = "bf16") -> Made:
+    y = Value(f"{name}.out", hidden, dtype)
     return [Linear(f"{name}.o", x, (y,), (rows(f"{name}.o", x, hidden),), along="rows")], y

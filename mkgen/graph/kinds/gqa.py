@@ -4,8 +4,10 @@ from __future__ import annotations
 from mkgen.graph.ir import Op, Value, Weight
 from mkgen.graph.kinds.common import Made, columns, out
 from mkgen.graph.ops.bias import biased
+from mkgen.graph.ops.cache import Seen
 from mkgen.graph.ops.gate import OutputGate, gate_of
 from mkgen.graph.ops.gqa_attention import GqaAttention
+from mkgen.graph.ops.head_norm import HeadNorm
 from mkgen.graph.ops.linear import Linear
 from mkgen.graph.ops.qk import QkNormRope, QkSquares
 from mkgen.graph.ops.rope import rotation
@@ -14,24 +16,33 @@ from mkgen.spec.model import Gqa, Spec
 
 def gqa(name: str, a: Gqa, h: Value, spec: Spec) -> Made:
     """Grouped-query attention with a positional cache."""
-    hd, hidden = a.head_dim, h.width
-    made = {c: Value(f"{name}.{c}", n * hd, "f32" if c in a.bias else "bf16", units=n, groups=a.kv_heads)
-            for c, n in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads))}
+    vd, hidden = a.value_dim or a.head_dim, h.width
+    wide = {"q": (a.heads, a.head_dim), "k": (a.kv_heads, a.head_dim), "v": (a.kv_heads, vd)}
+    made = {c: Value(f"{name}.{c}", n * d, "f32" if c in a.bias else "bf16", units=n, groups=a.kv_heads) for c, (n, d) in wide.items()}
     if a.gate:
-        made["g"] = gate_of(f"{name}.g", a.gate, a.heads, hd, a.kv_heads)
+        made["g"] = gate_of(f"{name}.g", a.gate, a.heads, vd, a.kv_heads)
     ys = tuple(made.values())
     ops: list[Op] = [Linear(f"{name}.qkv", h, ys, tuple(columns(y.name, hidden, y.width, y.units, groups=y.groups) for y in ys))]
-    for c in [c for c in "qkv" if c in a.bias]:
+    for c in [c for c in wide if c in a.bias]:
         ops.append(biased(made[c], f"{name}.{c}_bias"))
         made[c] = ops[-1].y
     more, q, k = queries_and_keys(name, a, made["q"], made["k"])
-    o = Value(f"{name}.attended", a.heads * hd, units=a.heads, groups=a.kv_heads)
-    ops += [*more, GqaAttention(f"{name}.attention", q, k, made["v"], o, a.heads, a.kv_heads, hd, spec.build.context, f"{name}.cache")]
+    per_head = lambda part: Value(f"{name}.{part}", a.heads * vd, units=a.heads, groups=a.kv_heads)
+    sinks = Weight(f"{name}.sinks", (a.heads,), (f"{name}.sinks",), "vector", "f32", 0, a.heads, a.kv_heads) if a.sinks else None
+    o = per_head("attended")
+    ops += [*more, GqaAttention(f"{name}.attention", q, k, made["v"], o, sinks, a.heads, a.kv_heads, a.head_dim, vd, a.scale, a.softcap,
+                                a.value_scale, Seen(a.window, a.chunk), spec.build.context, f"{name}.cache")]
+    if a.output_norm:
+        w = None if a.output_norm.weight == "none" else Weight(f"{name}.o_norm", (vd,), (f"{name}.o_norm",), "vector")
+        ops.append(HeadNorm(f"{name}.o_norm", o, per_head("normed"), a.output_norm, w, vd))
+        o = ops[-1].y
     if a.gate:
-        gated = Value(f"{name}.gated", o.width, units=a.heads, groups=a.kv_heads)
-        ops.append(OutputGate(f"{name}.gate", o, made["g"], gated, a.gate, hd))
-        o = gated
-    last, y = out(name, o, hidden)
+        ops.append(OutputGate(f"{name}.gate", o, made["g"], per_head("gated"), a.gate, vd))
+        o = ops[-1].y
+    last, y = out(name, o, hidden, "f32" if "o" in a.bias else "bf16")
+    if "o" in a.bias:
+        last.append(biased(y, f"{name}.o_bias"))
+        y = last[-1].y
     return ops + last, y
 
 

@@ -1,48 +1,96 @@
-"""The kernel side of a positional cache: its buffers and copies, and the loop over its tiles."""
+"""The kernel side of a positional cache: its buffers and copies, and the loop over the tiles that are seen."""
 from __future__ import annotations
 
+from dataclasses import dataclass
 
-def open_cache(b, op, heads: int, blocks: int, keys: tuple, values: tuple, score_dim: int) -> str:
-    """Declares a cache of `blocks` x 128 features a token with its ring of tiles, and starts the first tiles early."""
+import jax.numpy as jnp
+
+from mkgen.graph.ir import Op
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which tokens a token sees: all up to itself, the last `window` of them, or those of its own `chunk`."""
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the list of tiles that kinds with the same sight share."""
+        return f"_window_{self.window}" if self.window else f"_chunk_{self.chunk}" if self.chunk else ""
+
+    def texts(self) -> dict[str, str]:
+        """As keyword arguments of the generated helpers."""
+        return {k: str(n) for k, n in (("window", self.window), ("chunk", self.chunk)) if n}
+
+    def oldest(self, positions):
+        """The first token that is seen."""
+        p = jnp.maximum(positions, 0)
+        return p - p % self.chunk if self.chunk else jnp.maximum(p - self.window + 1, 0) if self.window else jnp.zeros_like(p)
+
+    def tiles(self, context: int, tile: int) -> int:
+        """The most that a row reads."""
+        span = self.window or self.chunk or context
+        return min(context // tile, (span + tile - 2) // tile + 1)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The features of a token in blocks of 128, those of `groups` runs of heads after each other, each in `blocks` of its own.
+
+    keys, values: the blocks of a group that are scored and summed; rows: query heads of a group, padded to sublane tiles."""
+    blocks: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    rows: int
+    groups: int = 1
+
+
+def open_cache(b, op: Op, lanes: Lanes, scale: str, seen: Seen = Seen(), **more: str) -> str:
+    """Declares a cache with its ring of tiles, and starts the first tiles early. more: other keyword arguments of the helper."""
     tile, slots, name = b.build.kv_tile, b.build.kv_slots, b.own(op.state)
+    blocks = lanes.groups * lanes.blocks
     cache = b.state(op.states()[0], ("rows", blocks, b.build.context // 2, 128), "u32", "two tokens a word")
-    heads_padded = -(-heads // 8) * 8
+    items, count = f"kv_items{seen.name}", f"kv_count{seen.name}"
+    groups = (lanes.groups,) if lanes.groups > 1 else ()
     b.buffer(f"{name}_tiles", (slots, blocks, tile // 2, 128), "u32", "tiles of the cache, one a slot")
     b.buffer(f"{name}_token", (blocks, 8, 128), "u32", "the new token of each row")
     b.buffer(f"{name}_word", ("rows", blocks, 1, 128), "u32", "its words, to be written back")
-    b.buffer(f"{name}_queries", (8, heads_padded, len(keys) * 128), b.build.activations, "queries")
-    b.buffer(f"{name}_mixed", (8, heads_padded, len(values) * 128), "f32", "weighed values")
+    b.buffer(f"{name}_queries", (8, *groups, lanes.rows, len(lanes.keys) * 128), b.build.activations, "queries")
+    b.buffer(f"{name}_mixed", (8, lanes.groups * lanes.rows, len(lanes.values) * 128), "f32", "weighed values")
     b.semaphores(f"{name}_tile_sem", (slots,), "one a tile slot")
     b.semaphores(f"{name}_word_sem", ("rows",), "new words out")
-    items = b.max_rows * (b.build.context // tile) + slots // 2 - 1
-    b.buffer("kv_items", (items,), "i32", "row << 16 | tile of every tile to be read", space="smem")
-    b.buffer("kv_count", (1,), "i32", "how many", space="smem")
-    b.transfer(f"{name}_tile_copy", ("m", "index", "i"),
-               f"{cache}.at[index, row, :, pl.ds(first, KV_TILE // 2), :]",
+    most = b.max_rows * seen.tiles(b.build.context, tile)
+    b.buffer(items, (most + slots // 2 - 1,), "i32", "row << 16 | tile of every tile to be read", space="smem")
+    b.buffer(count, (1,), "i32", "how many", space="smem")
+    b.transfer(f"{name}_tile_copy", ("m", "index", "i"), f"{cache}.at[index, row, :, pl.ds(first, KV_TILE // 2), :]",
                f"m.{name}_tiles.at[slot]", f"m.{name}_tile_sem.at[slot]", blocks * tile // 2 * 512, "Tile of item i, into its slot.",
-               setup=("slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m, i)",
-                                                                    "first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)"), reads=(cache[2:],), writes=(f"{name}_tiles",))
+               setup=(f"slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m.{items}, i)",
+                      "first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)"), reads=(cache[2:],), writes=(f"{name}_tiles",))
     b.transfer(f"{name}_word_copy", ("m", "index", "row"), f"m.{name}_word.at[row]",
                f"{cache}.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]", f"m.{name}_word_sem.at[row]", blocks * 512,
                "The words of the row's new token, back into the cache.", reads=(f"{name}_word",), writes=(cache[2:],))
-    b.start_early_loop(f"{name}_tile_copy", "i", "jnp.minimum(m.kv_count[0], KV_SLOTS)", "m", "index", "i", bound=slots)
-    b.step(op, "attention", "cache", writes=(f"{name}_mixed",), name=name, keys=keys, values=values, scale=f"{score_dim} ** -0.5")
+    b.start_early_loop(f"{name}_tile_copy", "i", f"jnp.minimum(m.{count}[0], KV_SLOTS)", "m", "index", "i", bound=slots)
+    b.step(op, "attention", "cache", writes=(f"{name}_mixed",), name=name, items=items, keys=lanes.keys, values=lanes.values,
+           scale=scale, more=({"groups": str(lanes.groups)} if lanes.groups > 1 else {}) | seen.texts() | more)
     return name
 
 
-def attend(b, op, name: str) -> None:
-    """The loop over all tiles: wait, append the new token where it falls, compute, refill the slots."""
-    batch, count = b.build.kv_slots // 2, "m.kv_count[0]"
+def attend(b, op: Op, name: str, seen: Seen = Seen(), reads: tuple[str, ...] = ()) -> None:
+    """The loop over all tiles: wait, append the new token where it falls, compute, refill the slots. reads: what the computing
+    reads besides."""
+    batch, count, most = b.build.kv_slots // 2, f"m.kv_count{seen.name}[0]", seen.tiles(b.build.context, b.build.kv_tile)
     trips = f"lax.div({count} + KV_BATCH - 1, KV_BATCH)"
     b.close()
     with b.loop(f"{name}_batch", "batch", trips, carry="running", init="empty_softmax(kv)",
-                bound=b.max_rows * b.build.context // b.build.kv_tile // batch + b.max_rows):
+                bound=b.max_rows * most // batch + b.max_rows):
         with b.loop("", "j", "KV_BATCH", unroll=True):
             b.step(op, "attention", "item")
             b.wait(f"{name}_tile_copy", "m", "index", "i", when=f"i < {count}")
-            b.step(op, "attention", "append", reads=(f"{name}_tiles", f"{name}_token"), writes=(f"{name}_tiles", f"{name}_word"), when="kv_newest(m, i)")
-            b.start(f"{name}_word_copy", "m", "index", "kv_item(m, i)[0]", when="kv_newest(m, i)")
-        b.step(op, "attention", "attend", reads=(f"{name}_tiles", f"{name}_queries"), writes=(f"{name}_mixed",))
+            b.step(op, "attention", "append", reads=(f"{name}_tiles", f"{name}_token"), writes=(f"{name}_tiles", f"{name}_word"),
+                   when="kv_newest(m, kv, i)")
+            b.start(f"{name}_word_copy", "m", "index", "kv_row(kv, i)", when="kv_newest(m, kv, i)")
+        b.step(op, "attention", "attend", reads=(f"{name}_tiles", f"{name}_queries", *reads), writes=(f"{name}_mixed",))
         with b.loop("", "j", "KV_BATCH", unroll=True):
             b.step(op, "attention", "item")
             b.start(f"{name}_tile_copy", "m", "index", "i + KV_SLOTS", when=f"i + KV_SLOTS < {count}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from mkgen.graph.ir import Cost, Op, State, Value, Weight
-from mkgen.graph.ops.cache import attend, open_cache
+from mkgen.graph.ops.cache import Lanes, attend, open_cache
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class MlaAttention(Op):
 
     def lower(self, b):
         heads, blocks = b.place(self.q).width // (self.nope_dim + self.rope_dim), -(-(self.kv_rank + self.rope_dim) // 128)
-        name = open_cache(b, self, heads, blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), self.nope_dim + self.rope_dim)
+        rows = -(-heads // 8) * 8
+        lanes = Lanes(blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), rows)
+        name = open_cache(b, self, lanes, f"{self.nope_dim + self.rope_dim} ** -0.5")
         k_up, stored = b.block(self.k_up.name, (self.k_up,))
         k_up += "" if stored.k_padded == self.kv_rank else f"[:{self.kv_rank}]"
         b.step(self, "mla", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"), latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32"),
