@@ -425,46 +425,48 @@ class Cache(NamedTuple):  # The VMEM side of one kind of cache.
     word: object  # u32 [rows, blocks, 1, 128]: the new token's words, to be written back
     queries: object  # [8, heads padded, features that are scored]
     mixed: object  # f32 [8, heads padded, features that are summed]
+    items: object  # the tiles to be read
     keys: tuple  # blocks that are scored
     values: tuple  # blocks that are summed
     scale: float
 
-def open_cache(m, name, keys, values, scale):
+def open_cache(m, name, items, keys, values, scale):
     refs = (getattr(m, f"{name}_{part}") for part in ("tiles", "token", "word", "queries", "mixed"))
-    kv = Cache(*refs, keys, values, scale)
+    kv = Cache(*refs, items, keys, values, scale)
     kv.mixed[...] = jnp.zeros_like(kv.mixed)  # inactive rows: o = 0
     return kv
 
-def kv_item(m, i):
+def kv_item(items, i):
     """(row, tile) of item i."""
-    item = m.kv_items[i]
-    return item >> 16, item & 0xFFFF
+    return items[i] >> 16, items[i] & 0xFFFF
 
-def kv_last(m, i):
+def kv_row(kv, i):
+    return kv_item(kv.items, i)[0]
+
+def kv_last(m, kv, i):
     """The row's newest token, counted from the start of item i's tile."""
-    row, tile = kv_item(m, i)
+    row, tile = kv_item(kv.items, i)
     return m.positions[row] - tile * KV_TILE
 
-def kv_newest(m, i):
+def kv_newest(m, kv, i):
     """Does the new token fall into item i's tile?"""
-    last = kv_last(m, i)
+    last = kv_last(m, kv, i)
     return (last >= 0) & (last < KV_TILE)
 
-def list_kv_items(m):
-    """kv_items: every tile that holds a token of an active row, row after row; kv_count: how many.
-    The last batch is filled up with the tiles after the last one, where no token counts; the next
-    row overwrites the filling."""
-    count = jnp.int32(0)
+def list_kv_items(m, items, count):
+    """items: every tile that holds a token of an active row, row after row; count: how many.
+    More tiles, where no token counts, follow to fill a batch; the next row overwrites them."""
+    total = jnp.int32(0)
     for row in range(m.rows):
 
         def put(tile, base, row=row):
-            m.kv_items[base + tile] = (row << 16) | tile
+            items[base + tile] = (row << 16) | tile
             return base
 
         tiles = lax.div(m.positions[row] + KV_TILE, KV_TILE)  # inactive (-1): 0
         filled = jnp.where(tiles > 0, tiles + KV_BATCH - 1, 0)
-        count = lax.fori_loop(0, filled, put, count) + tiles
-    m.kv_count[0] = count
+        total = lax.fori_loop(0, filled, put, total) + tiles
+    count[0] = total
 
 def put_queries(kv, queries):
     """One f32 [8, n] a head -> [8, heads padded, n]."""
@@ -478,7 +480,7 @@ def put_token(kv, x):
 def append_token(m, kv, i):
     """The new token into its tile, and its words into kv.word.
     Its partner in the word is the token before it (odd position: kept) or not there yet (zero)."""
-    (row, _), last = kv_item(m, i), kv_last(m, i)
+    row, last = kv_row(kv, i), kv_last(m, kv, i)
     odd = (last & 1) == 1  # KV_TILE is even
     here = (lax.rem(i, KV_SLOTS), slice(None), pl.ds(last >> 1, 1), slice(None))
     partner = kv.tiles[here] & jnp.where(odd, u32(0x0000FFFF), u32(0))
@@ -489,10 +491,9 @@ def append_token(m, kv, i):
 
 def read_tile(m, kv, i):
     """(keys, values) of item i, bf16 [KV_TILE, lanes]; cleared beyond the newest token: 0 * NaN."""
-    last, words = kv_last(m, i), kv.tiles[lax.rem(i, KV_SLOTS)]
+    last, words = kv_last(m, kv, i), kv.tiles[lax.rem(i, KV_SLOTS)]
     low = 2 * lax.broadcasted_iota(i32, words.shape[1:], 0)
-    only_low = jnp.where(low == last, u32(0xFFFF), u32(0))
-    keep = jnp.where(low < last, u32(0xFFFFFFFF), only_low)
+    keep = jnp.where(low < last, u32(0xFFFFFFFF), jnp.where(low == last, u32(0xFFFF), u32(0)))
     blocks = [bitcast(words[b] & keep, bf16) for b in range(words.shape[0])]
     return [jnp.concatenate([blocks[b] for b in part], axis=1) for part in (kv.keys, kv.values)]
 
@@ -515,12 +516,12 @@ def attend_batch(m, kv, first, running):
     row's last tile leaves the result in kv.mixed."""
     items = [first + j for j in range(KV_BATCH)]
     tiles = [read_tile(m, kv, i) for i in items]
-    queries = [kv.queries[kv_item(m, i)[0]] for i in items]
+    queries = [kv.queries[kv_row(kv, i)] for i in items]
     scores = [dot_t(q, t[0]) * kv.scale for q, t in zip(queries, tiles)]
-    parts = [softmax_tile(s, kv_last(m, i)) for i, s in zip(items, scores)]
+    parts = [softmax_tile(s, kv_last(m, kv, i)) for i, s in zip(items, scores)]
     mixed = [dot(p[2], t[1]) for p, t in zip(parts, tiles)]
     for i, (part_top, part_total, _), part in zip(items, parts, mixed):
-        row, tile = kv_item(m, i)
+        row, tile = kv_item(kv.items, i)
         before = jnp.where(tile == 0, -jnp.inf, running[0])  # a new row: forget the one before
         top = jnp.maximum(before, part_top)
         fade, gain = jnp.exp(before - top), jnp.exp(part_top - top)
@@ -714,7 +715,7 @@ def matrix_write(m, index, row):
 
 def cache_tile_copy(m, index, i):
     """Tile of item i, into its slot."""
-    slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m, i)
+    slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m.kv_items, i)
     first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)
     source, target = (
         m.mla_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :],
@@ -880,7 +881,7 @@ def mla_mixer(m, layer, index, g):
     # -- mla.q_b
     m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
-    kv = open_cache(m, "cache", keys=(0, 1, 2, 3, 4), values=(0, 1, 2, 3), scale=192**-0.5)
+    kv = open_cache(m, "cache", m.kv_items, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5)
     g = next_chunk(m, g)  # k_up 0
     latent, key = m.latent[...], m.kv_a_whole[:, 512:576]
     mla_inputs(kv, m.q_b_y[...], latent, key, panels(m, g, 0, 512, 384), 3, 128)
@@ -891,8 +892,8 @@ def mla_mixer(m, layer, index, g):
         for j in range(KV_BATCH):
             i = batch * KV_BATCH + j
             pl.when(i < m.kv_count[0])(lambda: cache_tile_copy(m, index, i).wait())
-            pl.when(kv_newest(m, i))(lambda: append_token(m, kv, i))
-            pl.when(kv_newest(m, i))(lambda: cache_word_copy(m, index, kv_item(m, i)[0]).start())
+            pl.when(kv_newest(m, kv, i))(lambda: append_token(m, kv, i))
+            pl.when(kv_newest(m, kv, i))(lambda: cache_word_copy(m, index, kv_row(kv, i)).start())
         running = attend_batch(m, kv, batch * KV_BATCH, running)
         for j in range(KV_BATCH):
             i = batch * KV_BATCH + j
@@ -1095,7 +1096,7 @@ def decode_kernel(m):
     open_exchanges(m)
     lax.fori_loop(0, RING_DEPTH, lambda g, _: tape_copy(m, g).start(), None)
     fill_positions(m)
-    list_kv_items(m)
+    list_kv_items(m, m.kv_items, m.kv_count)
     g = begin(m, 0)
     g = lax.fori_loop(0, LAYERS, lambda layer, g: decode_layer(m, layer, g), g)
     end(m, g)

@@ -292,46 +292,48 @@ class Cache(NamedTuple):  # The VMEM side of one kind of cache.
     word: object  # u32 [rows, blocks, 1, 128]: the new token's words, to be written back
     queries: object  # [8, heads padded, features that are scored]
     mixed: object  # f32 [8, heads padded, features that are summed]
+    items: object  # the tiles to be read
     keys: tuple  # blocks that are scored
     values: tuple  # blocks that are summed
     scale: float
 
-def open_cache(m, name, keys, values, scale):
+def open_cache(m, name, items, keys, values, scale):
     refs = (getattr(m, f"{name}_{part}") for part in ("tiles", "token", "word", "queries", "mixed"))
-    kv = Cache(*refs, keys, values, scale)
+    kv = Cache(*refs, items, keys, values, scale)
     kv.mixed[...] = jnp.zeros_like(kv.mixed)  # inactive rows: o = 0
     return kv
 
-def kv_item(m, i):
+def kv_item(items, i):
     """(row, tile) of item i."""
-    item = m.kv_items[i]
-    return item >> 16, item & 0xFFFF
+    return items[i] >> 16, items[i] & 0xFFFF
 
-def kv_last(m, i):
+def kv_row(kv, i):
+    return kv_item(kv.items, i)[0]
+
+def kv_last(m, kv, i):
     """The row's newest token, counted from the start of item i's tile."""
-    row, tile = kv_item(m, i)
+    row, tile = kv_item(kv.items, i)
     return m.positions[row] - tile * KV_TILE
 
-def kv_newest(m, i):
+def kv_newest(m, kv, i):
     """Does the new token fall into item i's tile?"""
-    last = kv_last(m, i)
+    last = kv_last(m, kv, i)
     return (last >= 0) & (last < KV_TILE)
 
-def list_kv_items(m):
-    """kv_items: every tile that holds a token of an active row, row after row; kv_count: how many.
-    The last batch is filled up with the tiles after the last one, where no token counts; the next
-    row overwrites the filling."""
-    count = jnp.int32(0)
+def list_kv_items(m, items, count):
+    """items: every tile that holds a token of an active row, row after row; count: how many.
+    More tiles, where no token counts, follow to fill a batch; the next row overwrites them."""
+    total = jnp.int32(0)
     for row in range(m.rows):
 
         def put(tile, base, row=row):
-            m.kv_items[base + tile] = (row << 16) | tile
+            items[base + tile] = (row << 16) | tile
             return base
 
         tiles = lax.div(m.positions[row] + KV_TILE, KV_TILE)  # inactive (-1): 0
         filled = jnp.where(tiles > 0, tiles + KV_BATCH - 1, 0)
-        count = lax.fori_loop(0, filled, put, count) + tiles
-    m.kv_count[0] = count
+        total = lax.fori_loop(0, filled, put, total) + tiles
+    count[0] = total
 
 def put_queries(kv, queries):
     """One f32 [8, n] a head -> [8, heads padded, n]."""
@@ -345,7 +347,7 @@ def put_token(kv, x):
 def append_token(m, kv, i):
     """The new token into its tile, and its words into kv.word.
     Its partner in the word is the token before it (odd position: kept) or not there yet (zero)."""
-    (row, _), last = kv_item(m, i), kv_last(m, i)
+    row, last = kv_row(kv, i), kv_last(m, kv, i)
     odd = (last & 1) == 1  # KV_TILE is even
     here = (lax.rem(i, KV_SLOTS), slice(None), pl.ds(last >> 1, 1), slice(None))
     partner = kv.tiles[here] & jnp.where(odd, u32(0x0000FFFF), u32(0))
@@ -356,10 +358,9 @@ def append_token(m, kv, i):
 
 def read_tile(m, kv, i):
     """(keys, values) of item i, bf16 [KV_TILE, lanes]; cleared beyond the newest token: 0 * NaN."""
-    last, words = kv_last(m, i), kv.tiles[lax.rem(i, KV_SLOTS)]
+    last, words = kv_last(m, kv, i), kv.tiles[lax.rem(i, KV_SLOTS)]
     low = 2 * lax.broadcasted_iota(i32, words.shape[1:], 0)
-    only_low = jnp.where(low == last, u32(0xFFFF), u32(0))
-    keep = jnp.where(low < last, u32(0xFFFFFFFF), only_low)
+    keep = jnp.where(low < last, u32(0xFFFFFFFF), jnp.where(low == last, u32(0xFFFF), u32(0)))
     blocks = [bitcast(words[b] & keep, bf16) for b in range(words.shape[0])]
     return [jnp.concatenate([blocks[b] for b in part], axis=1) for part in (kv.keys, kv.values)]
 
@@ -382,12 +383,12 @@ def attend_batch(m, kv, first, running):
     row's last tile leaves the result in kv.mixed."""
     items = [first + j for j in range(KV_BATCH)]
     tiles = [read_tile(m, kv, i) for i in items]
-    queries = [kv.queries[kv_item(m, i)[0]] for i in items]
+    queries = [kv.queries[kv_row(kv, i)] for i in items]
     scores = [dot_t(q, t[0]) * kv.scale for q, t in zip(queries, tiles)]
-    parts = [softmax_tile(s, kv_last(m, i)) for i, s in zip(items, scores)]
+    parts = [softmax_tile(s, kv_last(m, kv, i)) for i, s in zip(items, scores)]
     mixed = [dot(p[2].astype(bf16), t[1]) for p, t in zip(parts, tiles)]
     for i, (part_top, part_total, _), part in zip(items, parts, mixed):
-        row, tile = kv_item(m, i)
+        row, tile = kv_item(kv.items, i)
         before = jnp.where(tile == 0, -jnp.inf, running[0])  # a new row: forget the one before
         top = jnp.maximum(before, part_top)
         fade, gain = jnp.exp(before - top), jnp.exp(part_top - top)
@@ -395,27 +396,36 @@ def attend_batch(m, kv, first, running):
         kv.mixed[row] = running[2] / running[1]
     return running
 
-def gqa_inputs(kv, q, k, v, head_dim, kv_heads):
-    """Queries and the new token.
-    A head sits in the lanes of its own KV head, zeros elsewhere: one dot scores them all."""
-    wide, heads, token, queries = whole_blocks(head_dim), heads_of(q, head_dim), [], []
+def gqa_inputs(kv, q, k, v, head_dim, value_dim, size):
+    """Queries and the new token; `size` KV heads lie side by side, their keys before their values.
+    A head sits in the lanes of its own key, zeros elsewhere: one dot scores a group's heads."""
+    heads, keys, values = heads_of(q, head_dim), heads_of(k, head_dim), heads_of(v, value_dim)
+    width, share, queries, token = kv.queries.shape[-1], len(heads) // len(keys), [], []
     for h, head in enumerate(heads):
-        own = h // (len(heads) // kv_heads)
-        lines = [pad_lanes(head if j == own else head * 0.0, wide) for j in range(kv_heads)]
-        queries.append(jnp.concatenate(lines, axis=1))
-    for pair in zip(heads_of(k, head_dim), heads_of(v, head_dim)):
-        token += [pad_lanes(x, wide) for x in pair]
+        at = h // share % size * head_dim
+        queries.append(jnp.pad(head, ((0, 0), (at, width - at - head_dim))))
+    for first in range(0, len(keys), size):
+        group = keys[first : first + size] + values[first : first + size]
+        group = jnp.concatenate(group, axis=1)
+        token.append(pad_lanes(group, -(-group.shape[1] // LANES) * LANES))
     put_queries(kv, queries)
     put_token(kv, jnp.concatenate(token, axis=1))
 
-def gqa_output(kv, heads, head_dim, kv_heads):
-    """[8, heads * head_dim] f32."""
-    mixed, wide = jnp.swapaxes(kv.mixed[...], 0, 1), whole_blocks(head_dim)
-    at = [h // (heads // kv_heads) * wide for h in range(heads)]
-    return jnp.concatenate([mixed[h][:, a : a + head_dim] for h, a in enumerate(at)], axis=1)
+def gqa_output(kv, heads, kv_heads, first, value_dim, size):
+    """[8, heads * value_dim] f32; a group's values begin at lane `first` of its summed blocks."""
+    mixed, share = jnp.swapaxes(kv.mixed[...], 0, 1), heads // kv_heads
+    rows, out = mixed.shape[0] // (kv_heads // size), []
+    for h in range(heads):
+        group, own = divmod(h, size * share)
+        at = first + own // share * value_dim
+        out.append(mixed[group * rows + own][:, at : at + value_dim])
+    return jnp.concatenate(out, axis=1)
 
-def whole_blocks(width):
-    return -(-width // LANES) * LANES
+def column(x, rows):
+    """[1, n] -> [rows, 1], zeros after the n."""
+    shape = (rows, x.shape[1])
+    here = lax.broadcasted_iota(i32, shape, 0) == lax.broadcasted_iota(i32, shape, 1)
+    return jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True)
 
 # ---- routed experts ------------------------------------------------------------------------------
 
@@ -536,7 +546,7 @@ def embed_copy(m, row):
 
 def cache_tile_copy(m, index, i):
     """Tile of item i, into its slot."""
-    slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m, i)
+    slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m.kv_items, i)
     first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)
     source, target = (
         m.attention_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :],
@@ -626,12 +636,13 @@ def attention_mixer(m, layer, index, g):
     m.q_rope[...] = q.astype(bf16)
     m.k_rope[...] = k.astype(bf16)
     # -- attention.attention
-    kv = open_cache(m, "cache", keys=(0,), values=(1,), scale=128**-0.5)
+    kv = open_cache(m, "cache", m.kv_items, (0,), (1,), 128**-0.5)
     gqa_inputs(
         kv,
         m.q_rope[...].astype(f32),
         m.k_rope[...].astype(f32),
         round_bf16(m.qkv_y[:, 640:768]),
+        128,
         128,
         1,
     )
@@ -642,8 +653,8 @@ def attention_mixer(m, layer, index, g):
         for j in range(KV_BATCH):
             i = batch * KV_BATCH + j
             pl.when(i < m.kv_count[0])(lambda: cache_tile_copy(m, index, i).wait())
-            pl.when(kv_newest(m, i))(lambda: append_token(m, kv, i))
-            pl.when(kv_newest(m, i))(lambda: cache_word_copy(m, index, kv_item(m, i)[0]).start())
+            pl.when(kv_newest(m, kv, i))(lambda: append_token(m, kv, i))
+            pl.when(kv_newest(m, kv, i))(lambda: cache_word_copy(m, index, kv_row(kv, i)).start())
         running = attend_batch(m, kv, batch * KV_BATCH, running)
         for j in range(KV_BATCH):
             i = batch * KV_BATCH + j
@@ -655,7 +666,7 @@ def attention_mixer(m, layer, index, g):
     lax.fori_loop(
         0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, empty_softmax(kv)
     )
-    m.attended[...] = gqa_output(kv, 4, 128, 1).astype(bf16)
+    m.attended[...] = gqa_output(kv, 4, 1, 0, 128, 1).astype(bf16)
     tape_copy(m, g).wait()  # o 0
     # -- attention.o
     m.o_y[...] = dot(m.attended[...], panels(m, g, 0, 512, 2048))
@@ -751,7 +762,7 @@ def decode_kernel(m):
     open_exchanges(m)
     lax.fori_loop(0, RING_DEPTH, lambda g, _: tape_copy(m, g).start(), None)
     fill_positions(m)
-    list_kv_items(m)
+    list_kv_items(m, m.kv_items, m.kv_count)
     g = begin(m, 0)
     g = lax.fori_loop(0, LAYERS, lambda layer, g: decode_layer(m, layer, g), g)
     end(m, g)
