@@ -312,8 +312,7 @@ def kv_row(kv, i):
 
 def kv_last(m, kv, i):
     """The row's newest token, counted from the start of item i's tile."""
-    row, tile = kv_item(kv.items, i)
-    return m.positions[row] - tile * KV_TILE
+    return m.positions[kv_row(kv, i)] - kv_item(kv.items, i)[1] * KV_TILE
 
 def kv_newest(m, kv, i):
     """Does the new token fall into item i's tile?"""
@@ -374,8 +373,7 @@ def softmax_tile(scores, last):
 
 def empty_softmax(kv):
     """(maximum, sum, weighed values) of no token."""
-    heads, width = kv.mixed.shape[1:]
-    return jnp.zeros((heads, 1), f32), jnp.zeros((heads, 1), f32), jnp.zeros((heads, width), f32)
+    return (*[jnp.zeros((kv.mixed.shape[1], 1), f32)] * 2, jnp.zeros(kv.mixed.shape[1:], f32))
 
 def attend_batch(m, kv, first, running):
     """KV_BATCH independent tiles, then the online softmax over them in order.
