@@ -120,7 +120,7 @@ class RandomParams:
         if role in ("q_conv_bias", "k_conv_bias", "v_conv_bias", "g_bias", "d"):
             return 0.3 * rng.standard_normal(weight.shape)
         if role == "router_bias":
-            return rng.uniform(-0.1, 0.1, weight.shape)
+            return rng.uniform(-0.3, 0.3, weight.shape)
         if role == "router_linear_bias":
             return rng.uniform(-1, 1, weight.shape) / self._logit_scale(weight)
         if role == "shared_scale":  # as a projection: gates neither open nor shut
@@ -128,7 +128,7 @@ class RandomParams:
         if weight.name in self._norms:
             n, behind = self._norms[weight.name], role == "post_norm"
             size = OUTPUT if behind and n.weight == "after" else 1.0
-            return size * (1 + 0.1 * rng.standard_normal(weight.shape)) - n.offset
+            return size * (1 + self._spread(role) * rng.standard_normal(weight.shape)) - n.offset
         if role.endswith("_bias"):
             return 0.2 * rng.standard_normal(weight.shape)
         if role == "sinks":  # about as large as the scores that they join
@@ -136,7 +136,7 @@ class RandomParams:
         if weight.name in RESIDUAL_GATES:  # before the temperature: open, shut and between
             return rng.standard_normal(weight.shape)
         if weight.assemble == "vector":  # norms
-            return 1 + 0.1 * rng.standard_normal(weight.shape)
+            return 1 + self._spread(role) * rng.standard_normal(weight.shape)
         w = rng.standard_normal(weight.shape)
         if weight.assemble == "taps":  # mostly the newest input
             return 0.3 * w + np.eye(len(w))[-1][:, None]
@@ -144,6 +144,10 @@ class RandomParams:
             return self._embedded * w
         size = self._output if role in OUTPUTS else ROUTER_SPREAD / self._logit_scale(weight) if role == "router" else 1
         return w / math.sqrt(weight.shape[0]) * size
+
+    def _spread(self, role: str) -> float:
+        """Of a norm's weight: within an ffn far from 1, so that its place in front of or behind the scaling tells."""
+        return 0.5 if role in ("expert_norm", "latent_input_norm", "latent_norm") else 0.1
 
     def _logit_scale(self, weight: Weight) -> float:
         """Of the router that a weight belongs to: what it multiplies lies as much further apart."""

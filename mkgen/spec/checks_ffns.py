@@ -15,7 +15,7 @@ def ffns(c: Checker) -> None:
         path = ("model", "ffns", name)
         c.run(_activation, kind, kind.activation, (*path, "activation"))
         if isinstance(kind, Moe):
-            for check in (_top_k, _latent_norms, _groups):
+            for check in (_top_k, _latent_norms, _groups, _router, _shared_gate):
                 c.run(check, kind, path)
 
 
@@ -31,6 +31,13 @@ def _activation(c: Checker, f: Mlp | Moe, a: Activation, path: tuple[str, ...]) 
                 f"only {kind} has this constant",
                 f"delete it, or write `kind: {kind}`",
             )
+    if a.limit < 0:
+        c.say(
+            (*path, "limit"),
+            f"limit {a.limit}",
+            "the gate is cut to at most the limit, and up to between -limit and limit",
+            "write a number greater than 0, or delete it",
+        )
     if not f.gated and c.where.has(*path, "up_offset"):
         c.say(
             (*path, "up_offset"),
@@ -70,6 +77,38 @@ def _groups(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
             f"{r.group_top_k} of {r.groups} groups of {f.experts} experts",
             "groups are equal runs of experts, and only so many can be chosen",
             f"choose a divisor of {f.experts}, and group_top_k at most as many",
+        )
+    if r.groups > 1 and r.group_score == "top2" and f.experts // r.groups < 2:
+        c.say(
+            (*path, "router", "groups"),
+            f"{r.groups} groups of {f.experts} experts, and a group is as good as its two best",
+            "every group has one expert only",
+            "write fewer groups, or `group_score: max`",
+        )
+
+
+def _router(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
+    idle = [("renorm_eps", not f.router.renorm, "renorm: true")]
+    idle += [(key, f.router.groups == 1, "groups: n") for key in ("group_top_k", "group_score")]
+    for key, wrong, fix in idle:
+        if wrong and c.where.has(*path, "router", key):
+            c.say(
+                (*path, "router", key),
+                f"{key} has no effect without {fix.partition(':')[0]}",
+                "nothing else reads it",
+                f"delete it, or write `{fix}`",
+            )
+    if f.router.renorm_eps < 0:
+        c.say((*path, "router", "renorm_eps"), f"renorm_eps {f.router.renorm_eps}", "it keeps a sum from zero", "write 0 or more")
+
+
+def _shared_gate(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
+    if f.shared_gate and not f.shared_width:
+        c.say(
+            (*path, "shared_gate"),
+            "shared_gate without shared experts",
+            "it multiplies their output",
+            "add `shared_width:`, or delete it",
         )
 
 

@@ -13,6 +13,7 @@ class Mlp:
     width: int
     gated: bool = True
     activation: Activation = field(default_factory=Activation)
+    bias: bool = False                           # of all its matrices
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,10 @@ class Rope:
 class Activation:
     """phi(g, u) of a gated ffn; phi(g) of a plain one, where `u` and its factor are left out.
 
-    silu: g sigmoid(alpha g) u. gelu_tanh: gelu(g) u. relu2: max(g, 0)^2 u. situ: beta tanh(g / beta) sigmoid(g) linear_beta
-    tanh(u / linear_beta). With `limit`, g is cut to at most limit and u to [-limit, limit] first; `up_offset` is added to u.
+    silu: g sigmoid(alpha g) u. gelu: g Phi(g) u, Phi of the normal distribution; gelu_tanh: its approximation by a tanh.
+    relu: max(g, 0) u. relu2: max(g, 0)^2 u. situ: beta tanh(g / beta) sigmoid(g) linear_beta tanh(u / linear_beta). With `limit`, g is cut to at most limit and u to [-limit, limit] first; `up_offset` is added to u.
     """
-    kind: Literal["silu", "gelu_tanh", "relu2", "situ"] = "silu"
+    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "situ"] = "silu"
     alpha: float = 1.0                           # of silu
     limit: float = 0.0                           # 0: none
     up_offset: float = 0.0

@@ -133,7 +133,8 @@ def _low_rank(role: str, rank: int, wide: int, hidden: int) -> dict[str, tuple[i
 
 
 def _mlp(f: Mlp, hidden: int) -> dict[str, tuple[int, ...]]:
-    return {**({"gate": (f.width, hidden)} if f.gated else {}), "up": (f.width, hidden), "down": (hidden, f.width)}
+    out = {**({"gate": (f.width, hidden)} if f.gated else {}), "up": (f.width, hidden), "down": (hidden, f.width)}
+    return out | {f"{m}_bias": shape[:1] for m, shape in out.items() if f.bias}
 
 
 def _moe(f: Moe, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from mkgen.graph.ir import Op, Value, Weight
 from mkgen.graph.kinds.common import Made, columns, rows
+from mkgen.graph.ops.bias import biased
 from mkgen.graph.ops.elementwise import Add, GatedActivation, PlainActivation, TokenGate
 from mkgen.graph.ops.linear import Linear
 from mkgen.graph.ops.moe import LANES, MixExperts, Route, RoutedExperts
@@ -10,20 +11,29 @@ from mkgen.graph.ops.norm import norm
 from mkgen.spec.model import Activation, Mlp, Moe, Norm, Spec
 
 
-def feed_forward(name: str, x: Value, width: int, gated: bool, act: Activation, prefix: str = "", dtype: str = "bf16") -> Made:
-    """down(phi(gate, up)), or down(phi(up))."""
-    ins = tuple(Value(f"{name}.{prefix}{c}", width, units=width, groups=width) for c in (("gate", "up") if gated else ("up",)))
+def feed_forward(name: str, x: Value, width: int, gated: bool, act: Activation, prefix: str = "", dtype: str = "bf16",
+                 bias: bool = False) -> Made:
+    """down(phi(gate, up)), or down(phi(up)); each product perhaps with a bias."""
+    made = "f32" if bias else "bf16"
+    ins = tuple(Value(f"{name}.{prefix}{c}", width, made, width, width) for c in (("gate", "up") if gated else ("up",)))
     h = Value(f"{name}.{prefix}act", width, units=width, groups=width)
-    y = Value(f"{name}.{prefix}out", x.width, dtype)
-    phi = GatedActivation(h.name, *ins, h, act) if gated else PlainActivation(h.name, *ins, h, act)
+    y = Value(f"{name}.{prefix}out", x.width, "f32" if bias else dtype)
     ws = tuple(columns(v.name, x.width, width, groups=width) for v in ins)
-    return [Linear(f"{name}.{prefix}{'gate_up' if gated else 'up'}", x, ins, ws), phi,
-            Linear(f"{name}.{prefix}down", h, (y,), (rows(f"{name}.{prefix}down", h, x.width),), along="rows")], y
+    ops: list[Op] = [Linear(f"{name}.{prefix}{'gate_up' if gated else 'up'}", x, ins, ws)]
+    if bias:
+        added = [biased(v, f"{v.name}_bias") for v in ins]
+        ops, ins = ops + added, tuple(op.y for op in added)
+    ops.append((GatedActivation if gated else PlainActivation)(h.name, *ins, h, act))
+    ops.append(Linear(f"{name}.{prefix}down", h, (y,), (rows(f"{name}.{prefix}down", h, x.width),), along="rows"))
+    if bias:
+        ops.append(biased(y, f"{name}.{prefix}down_bias", dtype=dtype))
+        y = ops[-1].y
+    return ops, y
 
 
 def mlp(name: str, f: Mlp, h: Value, spec: Spec) -> Made:
     """MLP."""
-    return feed_forward(name, h, f.width, f.gated, f.activation)
+    return feed_forward(name, h, f.width, f.gated, f.activation, bias=f.bias)
 
 
 def moe(name: str, f: Moe, h: Value, spec: Spec) -> Made:

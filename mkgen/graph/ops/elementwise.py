@@ -49,10 +49,10 @@ def activate(act: Activation, g, u=None):
         g = jnp.minimum(g, act.limit)
     if act.kind == "silu":
         y = g * jax.nn.sigmoid(act.alpha * g)
-    elif act.kind == "gelu_tanh":
-        y = jax.nn.gelu(g, approximate=True)
-    elif act.kind == "relu2":
-        y = jnp.square(jnp.maximum(g, 0.0))
+    elif act.kind in ("gelu", "gelu_tanh"):
+        y = jax.nn.gelu(g, approximate=act.kind == "gelu_tanh")
+    elif act.kind in ("relu", "relu2"):
+        y = jnp.maximum(g, 0.0) ** (2 if act.kind == "relu2" else 1)
     else:
         y = act.beta * jnp.tanh(g / act.beta) * jax.nn.sigmoid(g)
     if u is None:
