@@ -70,9 +70,10 @@ class Filler:
                            refuse=self.refuse, only=self.only, ignore=self.ignore, ignore_tensors=self.ignore_tensors,
                            column=self.column, layers=self.layers, choose=self.choose, one_based=self.one_based,
                            rope_of=self.rope_of, whole=self.whole, keep_bf16=self.keep_bf16,
-                           hint_every=self.hint_every, pick=self.pick, inf=math.inf, quantised=self.config.is_quantised)
+                           hint_every=self.hint_every, pick=self.pick, inf=math.inf, zip=zip, quantised=self.config.is_quantised)
         try:
-            return env.get_template(model_type + SUFFIX).render()
+            text = env.get_template(model_type + SUFFIX).render()
+            return text if text.strip() else ""
         except (TemplateRuntimeError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
             if not self.record.refused:              # a wrong value somewhere: what is known to be wrong is the cause
                 raise
