@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mkgen.errors import did_you_mean
+from mkgen.errors import closest
 
 NOTHING = object()
 
@@ -145,7 +145,7 @@ class Keys:
 
     def has(self, *names: str) -> bool:
         """Whether one of the keys is there and is neither null, false, 0 nor empty."""
-        value = self.maybe(*names)
+        value = self.maybe(*names) if names else NOTHING
         return value is not NOTHING and bool(value)
 
 
@@ -158,11 +158,12 @@ def unread(config: dict, record: Record, ignorable: dict[str, str], known: Itera
         why = why or next((w for pattern, w in patterns if any(fnmatch.fnmatchcase(n, pattern) for n in (path, leaf))), None)
         if why is None and value is None:
             why = "null"
+        near = closest(leaf, set(known) - {leaf})
         if why is not None:
             record.ignored[path] = why
         else:
             record.refuse(path, f"a key that the data file of this model type does not read (its value is {shown(value)})",
-                          did_you_mean(leaf, known).partition(" (known")[0] if leaf not in known else "")
+                          f"did you mean {near}?" if near else "if the decoder does not need it, say so: --ignore " + leaf)
 
 
 def flat(config: dict, record: Record, prefix: str = "") -> dict[str, Any]:
