@@ -12,14 +12,16 @@ from ml_dtypes import bfloat16
 from mkgen.graph.build import build_graph
 from mkgen.pack.formats import quantise_mxfp4, to_hub
 from mkgen.pack.packed import load_packed
-from mkgen.pack.wanted import names
+from mkgen.pack.wanted import expected_of, layers, names
 from mkgen.plan.planner import make_plan
+from mkgen.spec.checkpoint import Axis, parse, picks, uncut
 from mkgen.spec.load import load_spec
 from mkgen.spec.roles import tensors
 from mkgen.targets import load_target
 
 ROOT = Path(__file__).resolve().parent.parent
-HUB = {bfloat16: "BF16", np.float32: "F32", np.float16: "F16", np.uint8: "U8", ml_dtypes.float8_e8m0fnu: "F8_E8M0"}
+HUB = {bfloat16: "BF16", np.float32: "F32", np.float16: "F16", np.uint8: "U8", np.int8: "I8", np.int32: "I32", np.int64: "I64",
+       ml_dtypes.float8_e8m0fnu: "F8_E8M0", ml_dtypes.float8_e4m3fn: "F8_E4M3"}
 
 SMALL_BUILD = {"context": 64, "kv_tile": 32, "rows": [1, 2], "ring_depth": 3, "expert_slots": 2, "block_kib": 128}
 MESHES = {1: {"core": 1}, 4: {"chip": 2, "core": 2}}
@@ -65,14 +67,34 @@ def _merge(into: dict, over: dict) -> None:
             into[key] = value
 
 
-def hub_tensors(model, seed: int = 0, dtype=bfloat16) -> dict[str, np.ndarray]:
-    """Every tensor of the model's checkpoint, random, exact in bf16; vectors in f32, as some released ones are."""
+def role_values(model, seed: int = 0, dtype=bfloat16) -> dict[tuple[str, int | None, int | None], np.ndarray]:
+    """(role, layer, expert) -> random values, exact in bf16; vectors in f32, as some released ones are."""
     rng = np.random.default_rng(seed)
     out = {}
     for t in tensors(model).values():
-        for name in names(model, t):
-            value = rng.standard_normal(t.shape, np.float32) * np.float32(t.shape[-1] ** -0.5)
-            out[name] = value.astype(bfloat16).astype(np.float32 if len(t.shape) == 1 else dtype)
+        for layer in [None] if t.per == "model" else layers(model, t.owner):
+            for expert in range(model.ffns[t.owner].experts) if t.per == "expert" else (None,):
+                value = rng.standard_normal(t.shape, np.float32) * np.float32(t.shape[-1] ** -0.5)
+                out[t.role, layer, expert] = value.astype(bfloat16).astype(np.float32 if len(t.shape) == 1 else dtype)
+    return out
+
+
+def hub_tensors(model, seed: int = 0, dtype=bfloat16, values=None) -> dict[str, np.ndarray]:
+    """Every tensor of the model's checkpoint, laid out as its patterns say: the cuts, backwards."""
+    values = values or role_values(model, seed, dtype)
+    wanted = {e.name: e for e in expected_of(model)}
+    out: dict[str, np.ndarray] = {}
+    for (role, layer, expert), value in values.items():
+        pattern = parse(model.checkpoint[role])
+        e = wanted[pattern.format(layer, expert)]
+        axes = [uncut(p.cuts, p.shape) or [Axis(n) for n in p.shape] for p in e.parts]
+        shape = tuple(max(a[i].size for a in axes) for i in range(len(axes[0])))
+        if e.name not in out:
+            out[e.name] = np.full(([e.experts] if e.experts else []) + list(shape), np.nan, value.dtype)
+        place = out[e.name][expert] if e.experts else out[e.name]
+        turns = sum(c.kind == "T" for c in pattern.cuts) % 2
+        place[np.ix_(*picks(pattern.cuts, shape))] = value.T if turns else value
+    assert not any(np.isnan(a.astype(np.float32)).any() for a in out.values()), "the patterns leave a part of a tensor to nobody"
     return out
 
 

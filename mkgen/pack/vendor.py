@@ -171,7 +171,8 @@ class Fp8(Layout):
     def read(self, expert=None):
         codes = self.part("weight", expert).view(np.uint8)
         scale, (n, k) = self.part("scale", expert).astype(np.float32), codes.shape
-        if scale.size == 1 or scale.size == n and scale.shape in ((n,), (n, 1)):
+        blocks = scale.ndim == 2 and self.parts["scale"].endswith("_inv")        # of a small matrix there is one
+        if not blocks and (scale.size == 1 or scale.shape in ((n,), (n, 1))):
             return Coded("fp8", codes, np.broadcast_to(scale.reshape(-1, 1), (n, 1)))
         rows, columns = self.block
         scale = np.repeat(np.repeat(scale, rows, 0)[:n], columns // 128, 1)[:, :-(-k // 128)]
