@@ -124,3 +124,155 @@ def test_what_is_the_same_in_another_format(kind, fmt, exact):
         assert error <= {"bf16": 2 ** -9, "int4_g64_zero": 2 ** -8}.get(fmt, .2)
         if exact is None and fmt == "bf16":
             assert error == 0                # mxfp4 is exact in bf16
+
+
+# -- packed ----------------------------------------------------------------------------------------------------------
+
+SIZES = QWEN | {"hidden": 384, "mixers": {"attention": {"heads": 8, "kv_heads": 4, "head_dim": 48}}, "ffns": {"moe": {"experts": 8, "top_k": 2, "width": 64}}}
+PROJECTIONS = ("q", "k", "v", "o")
+
+
+def vendor_hub(plan, kind, roles, seed=0):
+    """The plan's checkpoint with the tensors of some roles as `kind` keeps them, and the values of all roles' tensors."""
+    rng, t, values = np.random.default_rng(seed), hub_tensors(plan.spec.model, seed=seed), {}
+    patterns = [plan.spec.model.checkpoint[r].partition(" ")[0].split("{")[-1].partition("}")[2] for r in roles]
+    for name in [n for n in t if any(n.endswith(p) for p in patterns)]:
+        made, values[name] = quantised(kind, name, t.pop(name).shape, rng)
+        t |= made
+    return t, t | values
+
+
+def written(folder, t, **quantization):
+    hub = checkpoint(folder, t)
+    (hub / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return hub
+
+
+def attention_plan(folder, fmt, ranks=4, patterns=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    formats = {f"attention.{c}": fmt for c in PROJECTIONS} if fmt else {}
+    return small_plan(folder, "qwen3_30b_a3b", SIZES | {"checkpoint": patterns or {}}, ranks, replicate=[], formats=formats)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_vendor_s_format_is_stored_bit_for_bit(tmp_path, kind, ranks):
+    """Over four ranks `o` has 96 rows of K on each: cuts go through groups and blocks."""
+    plan = attention_plan(tmp_path, FORMAT[kind], ranks)
+    t, values = vendor_hub(plan, kind, [f"attention.{c}" for c in PROJECTIONS])
+    figures = pack(plan, written(tmp_path / "hub", t, **CONFIG.get(kind, {})), tmp_path / "out")
+    assert not figures["converted"] and not figures["rounded_to_bf16"]
+    assert figures["families"]["attention.o"]["packed"] == [FORMAT[kind]] and figures["families"]["moe.router"]["packed"] == ["bf16"]
+    tapes, places = [p.tape for p in load(plan, tmp_path / "out")], TapePlaces(plan)
+    source = TensorParams(Told(t, **CONFIG.get(kind, {})), plan.spec.model.checkpoint)
+    for layer in range(2):
+        for c in PROJECTIONS:
+            want = values[plan.spec.model.checkpoint[f"attention.{c}"].format(layer=layer)]
+            same(weight_from_tapes(places, tapes, layer, f"attention.{c}"), want.T)
+            same(source.weight(plan.weights[f"attention.{c}"], layer), np.ascontiguousarray(want.T))
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "awq", "nvfp4", "int4_packed"])
+def test_parts_of_a_quantised_tensor(tmp_path, kind):
+    """q, k and v out of one quantised tensor, not at the edges of its blocks."""
+    a = "model.layers.{layer}.self_attn.qkv.weight | rows "
+    plan = attention_plan(tmp_path, FORMAT[kind], 2 + 2, {"attention.q": a + "0:384", "attention.k": a + "384:576", "attention.v": a + "576:768"})
+    t, values = vendor_hub(plan, kind, ["attention.q", "attention.o"])
+    pack(plan, written(tmp_path / "hub", t), tmp_path / "out")
+    tapes = [p.tape for p in load(plan, tmp_path / "out")]
+    for c, rows in (("q", slice(0, 384)), ("k", slice(384, 576)), ("v", slice(576, 768))):
+        want = values["model.layers.1.self_attn.qkv.weight"][rows]
+        same(weight_from_tapes(TapePlaces(plan), tapes, 1, f"attention.{c}"), want.T)
+
+
+@pytest.mark.parametrize("kind, exact", [("mxfp4", True), ("fp8_block", False), ("awq", False)])
+def test_as_bf16_only_where_exact_or_asked_for(tmp_path, kind, exact):
+    plan = attention_plan(tmp_path, None)
+    t, values = vendor_hub(plan, kind, ["attention.q"])
+    hub = written(tmp_path / "hub", t)
+    if not exact:
+        words = rf"(?s)q_proj.weight: \d+ of 147456 values are not exact in bf16.*attention\.q={FORMAT[kind]} to keep them, or --convert"
+        with pytest.raises(MkgenError, match=words):
+            pack(plan, hub, tmp_path / "out")
+        assert not (tmp_path / "out.partial").exists()
+    figures = pack(plan, hub, tmp_path / "out", convert=not exact)
+    got = weight_from_tapes(TapePlaces(plan), [p.tape for p in load(plan, tmp_path / "out")], 1, "attention.q")
+    want = values["model.layers.1.self_attn.q_proj.weight"].T
+    same(got, want.astype(got.dtype))
+    assert exact or figures["converted"]["bf16"] == {"model.layers.#.self_attn.q_proj.weight": {
+        "tensors": 2, "values": sum(int((v.astype(got.dtype).astype(np.float32) != v).sum()) for n, v in values.items() if "q_proj.weight" in n
+                                    and v.shape == (384, 384) and v.dtype == np.float32)}}
+
+
+def test_any_format_from_plain_weights(tmp_path):
+    for fmt in ("int8", "int4_g32_zero", "nvfp4"):
+        plan = attention_plan(tmp_path / fmt, fmt)
+        t = hub_tensors(plan.spec.model)
+        hub = written(tmp_path / fmt / "hub", t)
+        with pytest.raises(MkgenError, match=rf"(?s)attention\.o is {fmt}, the checkpoint's are bf16.*--convert"):
+            pack(plan, hub, tmp_path / fmt / "out")
+        figures = pack(plan, hub, tmp_path / fmt / "out", convert=True)
+        assert figures["converted"][fmt]["model.layers.#.self_attn.o_proj.weight"]["tensors"] == 2
+        tapes = [p.tape for p in load(plan, tmp_path / fmt / "out")]
+        want = decode(encode(fmt, t["model.layers.0.self_attn.o_proj.weight"]))
+        same(weight_from_tapes(TapePlaces(plan), tapes, 0, "attention.o"), want.T)
+
+
+def test_scales_that_need_the_other_format_say_so(tmp_path):
+    """AWQ's f16 scales are no bf16 numbers: codes are kept, scales rounded, and only if asked for."""
+    plan = attention_plan(tmp_path, "int4_g64_zero")
+    t, values = vendor_hub(plan, "awq", [f"attention.{c}" for c in PROJECTIONS])
+    hub = written(tmp_path / "hub", t)
+    with pytest.raises(MkgenError, match=r"--set build\.formats\.attention\.q=int4_g64_zero_f16"):
+        pack(plan, hub, tmp_path / "out")
+    pack(plan, hub, tmp_path / "out", convert=True)
+    got = weight_from_tapes(TapePlaces(plan), [p.tape for p in load(plan, tmp_path / "out")], 0, "attention.k")
+    want = values["model.layers.0.self_attn.k_proj.weight"].T
+    assert 0 < np.abs(got - want).max() <= np.abs(want).max() * 2 ** -8
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp4_blocks"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_stacked_mxfp4_experts(tmp_path, kind, turned):
+    """Gate and up interleaved in one stack; the pattern of the plain twin, which is turned, does as well."""
+    e, turn = "model.layers.{layer}.mlp.experts.", "T | " * turned
+    patterns = {"moe.expert_gate": e + f"gate_up | {turn}each 2 0:1", "moe.expert_up": e + f"gate_up | {turn}each 2 1:2",
+                "moe.expert_down": e + "down" + " | T" * turned}
+    sizes = SIZES | {"checkpoint": patterns}
+    plan = small_plan(tmp_path, "qwen3_30b_a3b", sizes, 4, replicate=[], formats={"experts": "mxfp4"})
+    rng, t = np.random.default_rng(0), {n: a for n, a in hub_tensors(plan.spec.model).items() if "experts" not in n}
+    values = {}
+    for layer in range(2):
+        for name, shape in (("gate_up", (8, 128, 384)), ("down", (8, 384, 64))):
+            made, values[name, layer] = quantised(kind, f"model.layers.{layer}.mlp.experts.{name}", shape, rng)
+            t |= made
+    figures = pack(plan, written(tmp_path / "hub", t), tmp_path / "out")
+    assert not figures["converted"]
+    image, images = plan.experts[0], [p.experts["experts"] for p in load(plan, tmp_path / "out")]
+    source = TensorParams(t, plan.spec.model.checkpoint)
+    for layer in range(2):
+        for expert in (0, 5):
+            got = expert_from_images(image, images, layer, expert)
+            whole = values["gate_up", layer][expert]
+            for (codes, scales), want, name in zip(got, (whole[0::2], whole[1::2], values["down", layer][expert]), image.weights):
+                made = decode(Coded("mxfp4", np.ascontiguousarray(codes.T), np.ldexp(np.float32(1), scales.T.astype(np.int32) - 127)))
+                same(made, np.ascontiguousarray(want))
+                same(source.expert(plan.weights[name], layer, expert), np.ascontiguousarray(want.T))
+
+
+def test_what_is_wrong_with_quantised_weights_is_said_at_once(tmp_path):
+    plan = attention_plan(tmp_path, "fp8_block")
+    t, _ = vendor_hub(plan, "fp8_block", [f"attention.{c}" for c in PROJECTIONS])
+    p = "model.layers.0.self_attn."
+    good = dict(t)
+    t[p + "q_proj.weight"] = t[p + "q_proj.weight"].copy()
+    t[p + "q_proj.weight"].view(np.uint8)[3, 3] = 0x7F
+    t[p + "k_proj.weight_scale_inv"] = t[p + "k_proj.weight_scale_inv"] * np.float32(np.inf)
+    with pytest.raises(MkgenError) as caught:
+        pack(plan, written(tmp_path / "nan", t), tmp_path / "out")
+    assert all(f"{p}{c}_proj.weight: " in str(caught.value) for c in "qk") and "not finite" in str(caught.value) or "NaN" in str(caught.value)
+    del good[p + "v_proj.weight_scale_inv"]
+    good[p + "o_proj.weight_scale_inv"] = good[p + "o_proj.weight_scale_inv"][:2]
+    with pytest.raises(MkgenError, match="2 problems") as caught:
+        pack(plan, written(tmp_path / "bad", good), tmp_path / "out")
+    assert f"missing: {p}v_proj.weight_scale" in str(caught.value) and f"misshapen: {p}o_proj.weight_scale_inv" in str(caught.value)
