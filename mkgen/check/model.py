@@ -123,6 +123,10 @@ class Model:
             return None
         return SimpleNamespace(**{k: getattr(m, name, None) for k, name in zip(("items", "count"), sight.tables)})
 
+    def pieces(self, kind: str) -> int:
+        """Into how many copies an expert of this kind is cut."""
+        return next(image.pieces for image in self.plan.experts if image.kind == kind)
+
     def wanted(self, scenario: Scenario, turn: int, kind: str) -> list[int]:
         """Local expert ids that the rank has to run in the turn-th layer that routes, one of `kind`."""
         count = scenario.experts[turn % len(scenario.experts)]

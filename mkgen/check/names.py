@@ -43,6 +43,7 @@ def constants(plan: Plan) -> dict[str, int]:
         "EXPERT_SLOTS": build.expert_slots,
     }
     out |= {f"LOCAL_EXPERTS{image.suffix.upper()}": image.local_experts for image in plan.experts}
+    out |= {f"PIECES{image.suffix.upper()}": image.pieces for image in plan.experts}
     return out | {name.upper(): i for i, name in enumerate(plan.fact_names)}
 
 

@@ -199,8 +199,10 @@ class AbstractRun:
             self.m.expert_count.put(0, len(self.ids))
             self.m.expert_ids.values = [None] * len(self.m.expert_ids.values)
         if "expert_ids" in n.writes:
-            first = self.model.constants["EXPERT_SLOTS"]
-            for i in [scope["i"]] if "i" in scope else range(min(first, len(self.ids)), len(self.ids)):
+            pieces = self.model.pieces(self.region.name)
+            first = -(-self.model.constants["EXPERT_SLOTS"] // pieces)
+            here = [scope["i"] // pieces] if "i" in scope and scope["i"] % pieces == 0 else [] if "i" in scope else None
+            for i in range(min(first, len(self.ids)), len(self.ids)) if here is None else here:
                 if i < len(self.ids):
                     self.m.expert_ids.put(i, self.ids[i])
 

@@ -56,7 +56,7 @@ def origin_text(plan: Plan, buffer: str, source: str, shape: tuple) -> str:
     if source == "tape":
         return "m.tape.at[pl.ds(m.chunks[2 * g], m.chunks[2 * g + 1])]"
     if image := next((image for image in plan.experts if image.name == source), None):
-        return f"m.{source}.at[index * {image.local_experts} + m.expert_ids[i]]"
+        return f"m.{source}.at[(index * {image.local_experts} + m.expert_ids[i // {image.pieces}]) * {image.pieces} + i % {image.pieces}]"
     if source == "embedding":
         return "m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]"
     if buffer.endswith("_tiles"):

@@ -63,10 +63,12 @@ def expert_image(plan: Plan, image: ExpertImage, rank: int, source: Source) -> n
                     stored = store_codes(*source.expert_mxfp4(weight, layer, first + e))
                 else:
                     stored = store_values(image.format, source.expert(weight, layer, first + e))
-                put_expert(image, out[i * image.local_experts + e], which, part, stored)
+                for p in range(image.pieces):
+                    put_expert(image, out[image.slot(i, e, p)], which, part * image.pieces + p, stored)
             for which, name in enumerate(image.biases):
                 bias = source.expert(plan.weights[name], layer, first + e)
-                put_expert_bias(image, out[i * image.local_experts + e], which, part, bias)
+                for p in range(image.pieces):
+                    put_expert_bias(image, out[image.slot(i, e, p)], which, part * image.pieces + p, bias)
     return out
 
 
@@ -196,7 +198,7 @@ def store_values(fmt: str, w: np.ndarray) -> Stored:
 
 
 def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stored: Stored) -> None:
-    """Tensor part `part` of the which-th of `image.weights` into an expert's u32 [image.rows, 128].
+    """Part `part` (rank by rank, piece by piece) of the which-th of `image.weights` into a piece's u32 [image.rows, 128].
 
     Gate and up are cut by columns, down by rows: at whole groups of mxfp4, see plan_experts.
     """
@@ -224,7 +226,7 @@ def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stor
 
 
 def put_expert_bias(image: ExpertImage, rows: np.ndarray, which: int, part: int, bias: np.ndarray) -> None:
-    """Tensor part `part` of the which-th of `image.biases`; that of down is added once, by the first of the ranks."""
+    """Part `part` of the which-th of `image.biases`; that of down is added once, with the first part."""
     section, _, panels = image.place(which)
     mine = bias[part * image.width:(part + 1) * image.width] if section is image.up else bias if part == 0 else bias[:0]
     line = np.zeros(panels * LANES, np.float32)
@@ -238,8 +240,8 @@ def put_expert_everywhere(image: ExpertImage, images: dict[int, np.ndarray], ind
     put = put_expert if isinstance(stored, Stored) else put_expert_bias
     for part, rank in enumerate(expert_ranks(image, expert)):
         if rank in images:
-            slot = index * image.local_experts + expert % image.local_experts
-            put(image, images[rank][slot], which, part, stored)
+            for p in range(image.pieces):
+                put(image, images[rank][image.slot(index, expert, p)], which, part * image.pieces + p, stored)
 
 
 # -- the embedding table ---------------------------------------------------------------------------------------------

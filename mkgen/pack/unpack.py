@@ -105,8 +105,7 @@ def expert_from_images(image: ExpertImage, images: Sequence[np.ndarray], index: 
     Each is bf16 [K, N], or (u8 codes [K, N], e8m0 scales [groups, N]) with down's K padded to whole groups.
     """
     matrices = []
-    slot = index * image.local_experts + expert % image.local_experts
-    held = [images[r][slot] for r in expert_ranks(image, expert)]
+    held = [images[r][image.slot(index, expert, p)] for r in expert_ranks(image, expert) for p in range(image.pieces)]
     for which in range(len(image.weights)):
         parts = [_expert_matrix(image, rows, which) for rows in held]
         axis = 1 if image.place(which)[0] is image.up else 0

@@ -87,8 +87,8 @@ def chunk(c: Chunk) -> dict:
 
 
 def expert_image(image: ExpertImage) -> dict:
-    return {**asdict(image), "bytes": image.bytes, "expert_bytes": image.rows * ROW_BYTES,
-            "expert_padding_bytes": image.rows * ROW_BYTES - image.true_bytes}
+    return {**asdict(image), "bytes": image.bytes, "expert_bytes": image.expert_bytes,
+            "expert_padding_bytes": image.expert_bytes - image.true_bytes}
 
 
 def buffer(b: Buffer) -> dict:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkgen.errors import MkgenError
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES, ROW_BYTES
 
@@ -34,8 +35,10 @@ class ExpertImage:
     """gate | up [k, 2 width_padded] (up alone, where experts are not gated), then down [width_k, out_padded], then their biases as
     rows of 128 f32, a row a panel; sections padded to 8 rows.
 
-    One image a kind of routed experts: u32[layers * local_experts, rows, 128] a rank, expert e of the kind's l-th layer on ranks of
-    its group is l * local_experts + e - first."""
+    An expert that is too large for a slot is cut along its hidden width into `pieces`, each an expert of its own whose outputs add up.
+
+    One image a kind of routed experts: u32[layers * local_experts * pieces, rows, 128] a rank; piece p of expert e of the kind's l-th
+    layer on ranks of its group is (l * local_experts + e - first) * pieces + p."""
     name: str                            # of the operand
     kind: str                            # the sub-layer that runs them
     format: str
@@ -45,7 +48,7 @@ class ExpertImage:
     tensor_parallel: int
     k: int
     whole_width: int                     # hidden width of the expert
-    width: int                           # of it, room on a rank
+    width: int                           # of it, room in a piece on a rank
     out: int
     up: Section
     down: Section
@@ -53,6 +56,7 @@ class ExpertImage:
     weights: tuple[str, ...]             # gate (if gated), up, down
     biases: tuple[str, ...] = ()         # of the same, if they have any
     bias_at: int = 0
+    pieces: int = 1
 
     @property
     def width_padded(self) -> int:
@@ -66,7 +70,7 @@ class ExpertImage:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the rank's array."""
-        return (self.layers * self.local_experts, self.rows, LANES)
+        return (self.layers * self.local_experts * self.pieces, self.rows, LANES)
 
     @property
     def gated(self) -> bool:
@@ -74,7 +78,16 @@ class ExpertImage:
 
     @property
     def bytes(self) -> int:
-        return self.layers * self.local_experts * self.rows * ROW_BYTES
+        return self.layers * self.local_experts * self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert of a rank, all pieces, with padding."""
+        return self.pieces * self.rows * ROW_BYTES
+
+    def slot(self, index: int, expert: int, piece: int) -> int:
+        """Where a piece of `expert` of the kind's index-th layer lies in the array of the ranks that hold it."""
+        return (index * self.local_experts + expert % self.local_experts) * self.pieces + piece
 
     @property
     def true_bytes(self) -> int:
@@ -99,10 +112,27 @@ class ExpertImage:
 
 
 def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, k: int,
-                 width: int, out: int, weights: tuple[str, ...], biases: tuple[str, ...] = ()) -> ExpertImage:
-    """The image of a kind of routed experts; k, out: whole widths; width: the whole hidden width of one expert."""
+                 width: int, out: int, weights: tuple[str, ...], biases: tuple[str, ...] = (), most_bytes: int = 2 ** 40) -> ExpertImage:
+    """The image of a kind of routed experts; k, out: whole widths; width: the whole hidden width of one expert; most_bytes: of a piece.
+
+    Of the numbers of pieces that are small enough, up to twice the least one, that which pads least."""
+    def image(pieces: int) -> ExpertImage:
+        return cut_experts(name, kind, fmt, layers, experts, expert_parallel, tensor_parallel, pieces, k, width, out, weights, biases)
+
+    least = next((p for p in range(1, width + 1) if image(p).rows * ROW_BYTES <= most_bytes), None)
+    if least is None:
+        size = image(width).rows * ROW_BYTES
+        raise MkgenError(f"an expert of {kind} cannot be cut into pieces of build.expert_kib = {most_bytes // 1024}\n  why: 128 columns of its matrices "
+                         f"take {-(-size // 1024)} KiB\n  fix: write build.expert_kib: {-(-size // 1024)} or more")
+    return image(1) if least == 1 else min(map(image, range(least, 2 * least + 1)), key=lambda i: i.expert_bytes)
+
+
+def cut_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, pieces: int, k: int,
+                width: int, out: int, weights: tuple[str, ...], biases: tuple[str, ...]) -> ExpertImage:
+    """The image with that many pieces."""
     per_word, unit, share = CODES[fmt]
-    local = width if tensor_parallel == 1 else round_up(-(-width // tensor_parallel), share)     # no group lies on two ranks
+    shares = tensor_parallel * pieces
+    local = width if shares == 1 else round_up(-(-width // shares), share)                    # no group lies in two pieces
     row = 0
     sections = []
     inner = (len(weights) - 1) * round_up(local, LANES)
@@ -115,4 +145,4 @@ def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expe
         sections.append(Section(at, depth, panels, depth // per_word, scales_at, scale_rows))
     bias_at, bias_rows = (row, sum(s.panels for s in sections)) if biases else (0, 0)
     return ExpertImage(name, kind, fmt, layers, experts, -(-experts // expert_parallel), tensor_parallel, k, width, local, out,
-                       *sections, round_up(row + bias_rows, 8), weights, biases, bias_at)
+                       *sections, round_up(row + bias_rows, 8), weights, biases, bias_at, pieces)

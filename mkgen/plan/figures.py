@@ -76,7 +76,7 @@ def distinct_experts(plan: Plan, image: ExpertImage, rows: int) -> float:
 
 def routed(plan: Plan, rows: int) -> Bytes:
     """Per step: the expected experts of this rank."""
-    return sum((Bytes(image.rows * ROW_BYTES, image.true_bytes).times(image.layers * distinct_experts(plan, image, rows))
+    return sum((Bytes(image.expert_bytes, image.true_bytes).times(image.layers * distinct_experts(plan, image, rows))
                 for image in plan.experts), Bytes())
 
 

@@ -64,5 +64,6 @@ def expert_images(graph: LayerGraph, build: Build) -> dict[str, ExpertImage]:
         layers = sum(kind in run for run in graph.layers)
         weights, biases = (tuple(w.name for w in ws) for ws in (op.matrices(), op.biases()))
         out[kind] = plan_experts(name, kind, build.formats.get("experts", "bf16"), layers, op.experts, build.expert_parallel,
-                                 build.tensor_parallel, op.x.width, op.width, op.down.shape[-1], weights, biases)
+                                 build.tensor_parallel, op.x.width, op.width, op.down.shape[-1], weights, biases,
+                                 build.expert_kib * 1024)
     return out

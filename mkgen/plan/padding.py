@@ -73,9 +73,9 @@ def expert_paddings(plan: Plan) -> dict[str, Padding]:
     """Experts that no rank has, and columns of those that are there."""
     out = {}
     for image in plan.experts:
-        parts, size = image.tensor_parallel, image.layers * image.rows * ROW_BYTES
+        parts, size = image.tensor_parallel, image.layers * image.expert_bytes
         room = plan.mesh.ranks // parts * image.local_experts
-        wide = image.width * parts
+        wide = image.width * parts * image.pieces
         slots, columns = (room - image.experts) * parts * size, image.experts * parts * size * (wide - image.whole_width) // wide
         out[image.name] = Padding("experts", image.experts, room, slots, room * parts * size)
         out[image.name.replace("experts", "expert columns")] = Padding("expert columns", image.whole_width, wide, columns,

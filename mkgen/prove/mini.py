@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from mkgen.errors import MkgenError, SpecErrors
 from mkgen.graph.build import build_graph
+from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
 from mkgen.plan.shard import round_up, sharers
 from mkgen.spec import schedule
@@ -47,6 +48,8 @@ def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
     if problems:
         raise SpecErrors(problems)
     graph, target = build_graph(mini), load_target(build.chip)
+    mini = replace(mini, build=replace(build, expert_kib=_expert_kib(spec, mini)))
+    build = mini.build
     for kib in BLOCK_KIB:
         mini = replace(mini, build=replace(build, block_kib=kib))
         with contextlib.suppress(MkgenError, ValueError):
@@ -78,6 +81,18 @@ def _build(spec: Spec, whole_mesh: bool) -> Build:
         expert_slots=2,
         kv_slots=min(old.kv_slots, 4),
     )
+
+
+def _expert_kib(spec: Spec, mini: Spec) -> int:
+    """Small enough to cut an expert of the mini as well, where one of the spec is cut."""
+
+    def cut(s: Spec, kib: int) -> bool:
+        images = expert_images(build_graph(s), replace(s.build, expert_kib=kib)).values()
+        return any(image.pieces > 1 for image in images)
+
+    if not cut(spec, spec.build.expert_kib):
+        return spec.build.expert_kib
+    return next(kib for kib in range(256, 0, -8) if cut(mini, kib))
 
 
 def _real_mesh(build: Build) -> dict[str, int]:

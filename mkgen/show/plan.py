@@ -95,7 +95,7 @@ def hbm(made: Plan):
     slots = f"{show.several(made.ring_depth, 'slot')} of {made.slot_rows * 512:,} bytes"
     fixed = [("tape", made.tape_rows * 512, f"{show.several(made.chunks, 'chunk')} through {slots}")]
     for image in made.experts:
-        each = f"{image.local_experts} in {image.format}, {image.rows * 512:,} bytes each"
+        each = f"{image.local_experts} in {image.format}, {image.expert_bytes:,} bytes each" + (f", in {image.pieces} pieces" if image.pieces > 1 else "")
         fixed.append((image.name, image.bytes, f"{show.several(image.layers, 'layer')} of {each}"))
     fixed.append(("embedding", made.embed_rows * 512, "this core's part of the vocabulary"))
     for name, size, note in fixed:

@@ -86,6 +86,7 @@ class Build:
     formats: dict[str, str] = field(default_factory=dict)      # family, 'experts' or 'rest' -> format, see formats.py
     replicate: tuple[str, ...] = ()              # weight families kept whole on every rank
     block_kib: int = 2048                        # largest block of a streamed matrix = one ring slot
+    expert_kib: int = 6144                       # largest piece of a routed expert = one expert slot
     mla_cache: Literal["latent", "expanded"] = "latent"
     # schedule
     activations: Literal["bf16", "f32"] = "bf16"     # f32: products then take two bf16 terms of each activation

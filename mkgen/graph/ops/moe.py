@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from mkgen.errors import MkgenError
 from mkgen.graph.ir import Cost, Op, Value, Weight
 from mkgen.graph.ops.elementwise import activate
 from mkgen.spec.model import Activation, Norm, Router
@@ -170,6 +171,14 @@ class RoutedExperts(Op):
         image = b.expert_image(self)
         slots, rows, copy = b.build.expert_slots, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
         most, count, local = b.most(lambda i: i.rows), "m.expert_count[0]", f"LOCAL_EXPERTS{image.suffix.upper()}"
+        at, expert = f"index * {local} + m.expert_ids[i]", "i"
+        if image.pieces > 1:
+            pieces = f"PIECES{image.suffix.upper()}"
+            count, expert = f"{count} * {pieces}", f"lax.div(i, {pieces})"
+            at = f"(index * {local} + m.expert_ids[{expert}]) * {pieces} + lax.rem(i, {pieces})"
+            if self.norm is not None and not self.apart:
+                raise MkgenError(f"{self.name}: an expert of {image.expert_bytes / 2**20:.1f} MiB is fetched in {image.pieces} pieces, and its output is "
+                                 f"normed\n  why: the norm needs all of it at once\n  fix: raise build.expert_kib, or choose a tensor_parallel above 1")
         b.buffer("expert_slot", (slots, most, LANES), "u32", "experts, one a slot")
         b.semaphores("expert_sem", (slots,), "one an expert slot")
         listed = max(min(i.local_experts, b.max_rows * b.top_k(i)) for i in b.memory.experts.values())
@@ -186,20 +195,21 @@ class RoutedExperts(Op):
         if self.norm is not None or self.apart:
             scratch["whole"] = b.expert_buffer("expert_out", (8, image.down.panels * LANES), "f32", "output of one expert")
         target = "m.expert_slot.at[slot]" if image.rows == most else f"m.expert_slot.at[slot, pl.ds(0, {image.rows})]"
-        b.transfer(copy, ("m", "index", "i"), f"m.{image.name}.at[index * {local} + m.expert_ids[i]]", target,
-                   "m.expert_sem.at[slot]", image.rows * 512, "Number i of the layer's list of experts, into its slot.",
+        b.transfer(copy, ("m", "index", "i"), f"m.{image.name}.at[{at}]", target,
+                   "m.expert_sem.at[slot]", image.rows * 512, "Number i of the layer's list of experts, into its slot." if image.pieces == 1 else
+                   "Piece i of the experts of the layer's list, into its slot.",
                    setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=(image.name,), writes=("expert_slot",))
         with b.after(b.maker(self.route)):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, EXPERT_SLOTS)", bound=slots):
-                b.step(self, "experts", "take", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}")
+                b.step(self, "experts", "take", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
                 b.start(copy, "m", "index", "i")
         x = b.read(self.x, "bf16")
         y = b.write(self.y, width=None if self.apart else image.down.panels * LANES, dtype="f32")
         b.step(self, "experts", "begin", writes=(y.ref[2:], *(() if self.scale_input else (scratch["x"],))), y=y.ref,
                x=None if self.scale_input else x, operand=f"m.{scratch['x']}", image=image)
-        b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}")
+        b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
         weight = None if self.norm_weight is None else b.vector(self.norm_weight)
-        with b.loop("routed_expert", "i", count, bound=min(image.local_experts, rows)):
+        with b.loop("routed_expert", "i", count, bound=image.pieces * min(image.local_experts, rows)):
             b.wait(copy, "m", "index", "i")
             b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", scratch["x"]),
                    writes=(y.ref[2:], *scratch.values()) if self.scale_input else (y.ref[2:], *(v for k, v in scratch.items() if k != "x")),
