@@ -58,3 +58,9 @@ def unit_range(units: int, ranks: int, rank: int, groups: int = 0, once: bool = 
     if each == 1 and not once:
         part = 0
     return group * each + min(part * share, each), group * each + min((part + 1) * share, each)
+
+
+def apart(width: int, units: int, groups: int, ranks: int, size: int) -> bool:
+    """Does every run of `size` of `width` columns, which lie in `units` units, lie on one rank (or on copies of it)?"""
+    local = width // units * local_units(units, ranks, groups)
+    return ranks == 1 or local % size == 0 and (sharers(ranks, groups) == 1 or width // groups % size == 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mkgen.graph.ir import Value
 from mkgen.plan.memory import Place, ROWS_PADDED, identifier
 from mkgen.plan.regions import Buffer
-from mkgen.plan.shard import local_units, sharers
+from mkgen.plan.shard import apart, local_units, sharers
 
 CARRIED = {"running": "the residual stream", "snapshots": "snapshots of the residual stream",
            "normed": "what both branches of a layer read", "branch": "what a layer's mixer made, one rank's term"}
@@ -73,9 +73,7 @@ class Values:
 
     def apart(self, v: Value, size: int) -> bool:
         """Does every run of `size` of v's columns lie on one rank?"""
-        p = self.place(v)
-        groups_fit = sharers(self.ranks, v.groups) == 1 or v.width // v.groups % size == 0
-        return p.spread == "whole" or p.width % size == 0 and groups_fit
+        return self.place(v).spread == "whole" or apart(v.width, v.units, v.groups, self.ranks, size)
 
     def bare(self, name: str) -> str:
         """A name without the sub-layer's prefix."""

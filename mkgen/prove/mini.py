@@ -12,7 +12,7 @@ from mkgen.errors import MkgenError, SpecErrors
 from mkgen.graph.build import build_graph
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
-from mkgen.plan.shard import round_up, sharers
+from mkgen.plan.shard import apart, round_up, sharers
 from mkgen.spec import schedule
 from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, Rope, Router, Run, Spec
 from mkgen.spec.schedule import Item, Name, Repeat
@@ -22,6 +22,7 @@ from mkgen.targets import load_target
 
 HIDDEN = 256  # not counting what is over the last whole 128
 HEAD = 32  # features of a head
+STEP = 0.1, 0.5  # bounds of a recurrence's step
 HEADS = 3  # of a rank: odd, as a padded count has to be
 GROUP = 2  # of query heads that a rank has: with one KV head, q, k and v fill one block's columns
 LATENT = 144, 16  # cached latent and shared key: they meet inside a block of 128
@@ -234,10 +235,38 @@ def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
 def _linear(a: Linear, old_ranks: int, ranks: int) -> Linear:
     heads, key_heads = few_heads(a.heads, a.key_heads or a.heads, old_ranks, ranks, HEADS, HEADS)
     key_heads = a.key_heads and key_heads
-    decay = replace(a.decay, rank=min(a.decay.rank, HEAD))
-    gate = a.gate and replace(a.gate, rank=min(a.gate.rank, HEAD))
-    return replace(a, heads=heads, key_heads=key_heads, key_dim=min(a.key_dim, HEAD), value_dim=min(a.value_dim, HEAD), decay=decay,
-                   gate=gate)
+    value_dim = min(a.value_dim, HEAD)
+    unequal = 0 if a.key_dim == a.value_dim else -8 if a.key_dim < a.value_dim else 8
+    norm = a.norm
+    if norm is not None and norm.scope == "groups":
+        old = a.heads, a.key_heads or a.heads, a.value_dim, old_ranks
+        norm = replace(norm, groups=_norm_groups(norm.groups, old, (heads, key_heads or heads, value_dim, ranks)))
+    return replace(
+        a,
+        heads=heads,
+        key_heads=key_heads,
+        key_dim=min(a.key_dim, value_dim + unequal),
+        value_dim=value_dim,
+        decay=replace(a.decay, rank=min(a.decay.rank, HEAD)),
+        gate=a.gate and replace(a.gate, rank=min(a.gate.rank, HEAD)),
+        norm=norm,
+        step_min=STEP[0] if a.step_min else 0.0,  # bounds that bind
+        step_max=STEP[1] if a.step_max else 0.0,
+    )
+
+
+def _norm_groups(groups: int, old: tuple[int, int, int, int], new: tuple[int, int, int, int]) -> int:
+    """A number near `groups` whose runs of channels lie on one rank each, or not, as the old ones do. old, new: heads, key
+    heads, features of a head, ranks.
+    """
+
+    def lie_apart(n: int, heads: int, key_heads: int, dim: int, ranks: int) -> bool:
+        return apart(heads * dim, heads, key_heads, ranks, heads * dim // n)
+
+    channels = new[0] * new[2]
+    divisors = [n for n in range(1, channels + 1) if channels % n == 0]
+    alike = [n for n in divisors if lie_apart(n, *new) == lie_apart(groups, *old)]
+    return min(alike or divisors, key=lambda n: abs(n - groups))
 
 
 def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
