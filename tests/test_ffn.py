@@ -32,7 +32,7 @@ GROUPED = Moe(experts=12, top_k=3, width=40, expert_norm=Norm(offset=1.0), share
               activation=Activation("gelu_tanh"),
               router=Router("sigmoid", bias=True, groups=4, group_top_k=2, renorm_eps=0.5, scale=2.5))
 SCALED = Moe(experts=5, top_k=2, width=56, bias=True, gated=False, shared_width=30, activation=Activation("relu2", limit=0.8),
-             router=Router("logits", after="sigmoid", renorm=False, scale_input=True))
+             shared_multiplier=3.0, router=Router("logits", after="sigmoid", renorm=False, scale_input=True))
 PLAIN = Mlp(100, gated=False, bias=True, activation=Activation("gelu"))
 SPECS = {
     # an expert's output is added up over both ranks, its bias once; an input of 136 columns, widths of 23 and 22
@@ -42,8 +42,8 @@ SPECS = {
     "normed apart": lambda: spec(2, ATTENTION, {"f": NORMED}, "a*2", "f*2", hidden=160, expert_parallel=1, tensor_parallel=2),
     # two kinds of routed experts of unlike sizes in one slot buffer, and a plain mlp
     "kinds": lambda: spec(2, ATTENTION, {"x": GROUPED, "y": SCALED, "z": PLAIN}, "a*4", "x y z y", hidden=144),
-    "normed whole, f32": lambda: spec(1, ATTENTION, {"f": replace(NORMED, latent_norm=Norm("layer", bias=True))}, "a*2", "f*2", hidden=160, formats={"experts": "mxfp4"},
-                                      activations="f32"),
+    "normed whole, f32": lambda: spec(1, ATTENTION, {"f": replace(NORMED, latent_norm=Norm("layer", bias=True))}, "a*2", "f*2",
+                                      hidden=160, formats={"experts": "mxfp4"}, activations="f32"),
 }
 
 
@@ -90,11 +90,11 @@ def changed(ffn: Mlp | Moe, field: str, value) -> Moe:
     ("normed apart", "f.router.logit_scale", 0.5), ("normed apart", "f.router.groups", 1), ("normed apart", "f.router.bias", False),
     ("normed apart", "f.expert_norm", None), ("normed apart", "f.expert_norm.weight", "after"),
     ("normed apart", "f.latent_input_norm", None),
-    ("kinds", "x.router.renorm_eps", 0.0), ("kinds", "x.shared_gate", False),
+    ("kinds", "x.router.renorm_eps", 0.0), ("kinds", "x.shared_gate", False), ("kinds", "y.shared_multiplier", 1.0),
     ("kinds", "x.router.scale", 1.0), ("kinds", "y.router.scale_input", False), ("kinds", "y.activation.kind", "relu"),
     ("kinds", "z.activation.kind", "relu2"), ("kinds", "z.bias", False)])
 def test_the_proofs_weights_tell_every_axis(name, field, value):
-    """With the weights that kernels are proven on, another value of an axis gives other logits, beyond the 2 % that the proof allows."""
+    """With the weights that kernels are proven on, another value of an axis gives other logits, beyond the proof's 2 %."""
     made, (kind, _, field) = SPECS[name](), field.partition(".")
     ffns = made.model.ffns
     other = replace(made, model=replace(made.model, ffns=ffns | {kind: changed(ffns[kind], field, value)}))

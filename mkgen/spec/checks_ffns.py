@@ -15,7 +15,7 @@ def ffns(c: Checker) -> None:
         path = ("model", "ffns", name)
         c.run(_activation, kind, kind.activation, (*path, "activation"))
         if isinstance(kind, Moe):
-            for check in (_top_k, _latent_norms, _groups, _router, _shared_gate):
+            for check in (_top_k, _latent_norms, _groups, _router, _shared):
                 c.run(check, kind, path)
 
 
@@ -102,14 +102,15 @@ def _router(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
         c.say((*path, "router", "renorm_eps"), f"renorm_eps {f.router.renorm_eps}", "it keeps a sum from zero", "write 0 or more")
 
 
-def _shared_gate(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
-    if f.shared_gate and not f.shared_width:
-        c.say(
-            (*path, "shared_gate"),
-            "shared_gate without shared experts",
-            "it multiplies their output",
-            "add `shared_width:`, or delete it",
-        )
+def _shared(c: Checker, f: Moe, path: tuple[str, ...]) -> None:
+    for key, wrong in (("shared_gate", f.shared_gate), ("shared_multiplier", f.shared_multiplier != 1)):
+        if wrong and not f.shared_width:
+            c.say(
+                (*path, key),
+                f"{key} without shared experts",
+                "it multiplies their output",
+                "add `shared_width:`, or delete it",
+            )
 
 
 CHECKS = (ffns,)

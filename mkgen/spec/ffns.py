@@ -50,6 +50,7 @@ class Moe:
     bias: bool = False                           # of the experts' matrices
     shared_width: int = 0                        # all shared experts together; 0: none
     shared_gate: bool = False                    # shared * sigmoid(x w), one gate a token
+    shared_multiplier: float = 1.0               # of what shared experts add
     latent: int = 0                              # width of the experts' input and output; 0: the hidden width
     latent_input_norm: Norm | None = None        # on what enters the latent
     latent_norm: Norm | None = None              # on the sum of the experts, before it leaves the latent

@@ -66,8 +66,8 @@ def moe(name: str, f: Moe, h: Value, spec: Spec) -> Made:
         ops.append(Linear(f"{name}.latent_up", y, (up_y,), (columns(f"{name}.latent_up", wide, hidden),)))
         y = up_y
     if shared:
-        total = Value(f"{name}.out", hidden)
-        ops.append(Add(f"{name}.sum", y, shared, total))
+        total = Value(f"{name}.out", hidden, "bf16" if f.latent else "f32")   # one sum over ranks for both
+        ops.append(Add(f"{name}.sum", y, shared, total, f.shared_multiplier))
         y = total
     return ops, y
 
@@ -76,21 +76,19 @@ def routed(ops: list[Op], name: str, f: Moe, x: Value, route: Value, dtype: str,
     """The sum of the chosen experts. A norm of an expert's output needs all of it: where ranks share an expert, the outputs are
     reduced one by one before they are normed and mixed."""
     shapes = {"gate": (x.width, f.width), "up": (x.width, f.width), "down": (f.width, x.width)}
-    gate, up, down = (Weight(f"{name}.expert_{c}", (f.experts, *s), (f"{name}.expert_{c}",), "linear") if f.gated or c != "gate" else None
-                      for c, s in shapes.items())
-    biases = (Weight(f"{name}.expert_{c}_bias", (f.experts, s[1]), (f"{name}.expert_{c}_bias",), "vector", "f32")
-              if f.bias and (f.gated or c != "gate") else None for c, s in shapes.items())
+    family = lambda role, shape, rule, dtype: Weight(f"{name}.{role}", (f.experts, *shape), (f"{name}.{role}",), rule, dtype)
+    there = {c: f.gated or c != "gate" for c in shapes}
+    matrices = [family(f"expert_{c}", s, "linear", "bf16") if there[c] else None for c, s in shapes.items()]
+    biases = [family(f"expert_{c}_bias", s[1:], "vector", "f32") if there[c] and f.bias else None for c, s in shapes.items()]
     y = Value(f"{name}.routed", x.width, dtype)
     norm = f.expert_norm
     w = vector(name, "expert_norm", x.width) if norm is not None and norm.weight != "none" else None
-    scaled = f.router.scale_input
+    sizes, scaled = (f.experts, f.top_k, f.width, f.activation), f.router.scale_input
     if norm is None or tensor_parallel == 1:
-        ops.append(RoutedExperts(f"{name}.experts", x, route, y, gate, up, down, *biases, f.experts, f.top_k, f.width, f.activation,
-                                 scaled, norm, w))
+        ops.append(RoutedExperts(f"{name}.experts", x, route, y, *matrices, *biases, *sizes, scaled, norm, w))
         return y
     parts = Value(f"{name}.parts", f.top_k * -(-x.width // LANES) * LANES, "f32")
-    ops.append(RoutedExperts(f"{name}.experts", x, route, parts, gate, up, down, *biases, f.experts, f.top_k, f.width, f.activation,
-                             scaled, apart=True))
+    ops.append(RoutedExperts(f"{name}.experts", x, route, parts, *matrices, *biases, *sizes, scaled, apart=True))
     ops.append(MixExperts(f"{name}.mix", parts, route, y, w, f.top_k, norm, scaled))
     return y
 

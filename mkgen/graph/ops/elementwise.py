@@ -12,10 +12,11 @@ from mkgen.spec.model import Activation
 
 @dataclass(frozen=True)
 class Add(Op):
-    """y = r(a + b). Two partial sums add to a partial sum, so that one reduction serves both."""
+    """y = r(a + scale b). Two partial sums add to a partial sum, so that one reduction serves both."""
     a: Value
     b: Value
     y: Value
+    scale: float = 1.0
     kind = "add"
     rounds = "y"
 
@@ -37,10 +38,10 @@ class Add(Op):
         return Cost(flops=self.y.width)
 
     def meaning(self, env):
-        env.put(self.y, env[self.a] + env[self.b])
+        env.put(self.y, env[self.a] + self.scale * env[self.b])
 
     def lower(self, b):
-        b.step(self, "elementwise", "add", a=b.read(self.a, "f32"), b=b.read(self.b, "f32"), y=b.write(self.y))
+        b.step(self, "elementwise", "add", a=b.read(self.a, "f32"), b=b.read(self.b, "f32"), y=b.write(self.y), scale=self.scale)
 
 
 def activate(act: Activation, g, u=None):
