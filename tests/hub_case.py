@@ -1,13 +1,14 @@
 """An oracle's folder through importer and reference: config.json and tensors in, the distance to its logits out.
 
-    python tests/hub_case.py FOLDER…       each as make_oracle.py writes it: config.json, model.safetensors, io.npz, meta.json
+    python tests/hub_case.py FOLDER…              each as make_oracle.py writes it: config.json, model.safetensors, io.npz, meta.json
+    python tests/hub_case.py --keep DIR FOLDER…   and keeps what is needed to do it again without the weights in DIR
 """
 from __future__ import annotations
 
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,15 @@ def spec_of(made: Imported, rows: int) -> Spec:
     return Spec(made.model, build, "imported")
 
 
-def run(folder: Path, tensors: dict[str, np.ndarray]) -> Result:
+def imported(folder: Path, tensors: dict[str, np.ndarray], settings: tuple[str, ...] = ()) -> Imported:
+    """The folder's config, held against the names of its tensors."""
+    return import_hf(folder / "config.json", identifier(folder.name), settings, model_only=True, names=tensors)
+
+
+def run(folder: Path, tensors: dict[str, np.ndarray], made: Imported | None = None) -> Result:
     """Decodes the oracle's tokens one at a time, all sequences side by side, in float32."""
     began = time.perf_counter()
-    made = import_hf(folder / "config.json", identifier(folder.name), model_only=True, names=tensors)
+    made = made or imported(folder, tensors)
     io, meta = np.load(folder / "io.npz"), json.loads((folder / "meta.json").read_text())
     ids, prompt = io["input_ids"], meta["prompt_len"]
     decoder = Decoder(build_graph(spec_of(made, len(ids))), TensorParams(tensors, made.model.checkpoint), len(ids), CONTEXT, exact=True)
@@ -75,13 +81,37 @@ def fp32_bound(meta: dict) -> float:
     return max(1e-4, 30 * max(meta.get("cache_vs_full_maxabs") or 0, meta.get("fp32_vs_fp64_maxabs") or 0))
 
 
+def keep(folder: Path, tensors: dict[str, np.ndarray], out: Path) -> None:
+    """Everything but the weights, which `oracle_tensors` makes again."""
+    from oracle_tensors import make, spelled, table
+    meta = json.loads((folder / "meta.json").read_text())
+    out.mkdir(parents=True, exist_ok=True)
+    kept = ("case", "size", "seed", "model_class", "prompt_len", "decode_steps", "cache_vs_full_maxabs", "fp32_vs_fp64_maxabs",
+            "params", "versions")
+    (out / "meta.json").write_text(json.dumps({k: meta[k] for k in kept}, indent=1) + "\n")
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    lines = table(tensors, (meta["case"], meta["size"], meta["seed"]))
+    (out / "tensors.json").write_text("[" + ",\n ".join(map(json.dumps, lines)) + "]\n")
+    np.savez_compressed(out / "io.npz", **np.load(folder / "io.npz"))
+    if (folder / "routing.npz").is_file():
+        np.savez_compressed(out / "routing.npz", topk=np.load(folder / "routing.npz")["topk"])
+    made = make(out)
+    constants = {n for pattern, layers, experts, _, rule in lines if rule == "constant" for n in spelled(pattern, layers, experts)}
+    assert made.keys() == tensors.keys()
+    assert all((made[n].astype(np.float32) == a).all() for n, a in tensors.items() if n not in constants), folder
+
+
 def main(folders: list[str]) -> int:
     from mkgen.pack.hub import Checkpoint
+    target = Path(folders[1]) if folders[:1] == ["--keep"] else None
     bad = 0
-    for folder in map(Path, folders):
+    for folder in map(Path, folders[2:] if target else folders):
         try:
             checkpoint = Checkpoint(folder)
-            r = run(folder, {name: checkpoint.read(name) for name in checkpoint.names})
+            tensors = {name: checkpoint.read(name) for name in checkpoint.names}
+            if target:
+                keep(folder, tensors, target / folder.name)
+            r = run(folder, tensors)
             line = (f"error {r.error:.1e} of {r.bound:.1e}, argmax {'as theirs' if r.argmax else 'OTHERS'}, "
                     f"experts {'-' if r.routing is None else 'as theirs' if r.routing else 'OTHERS'}, {r.seconds:.1f} s")
             print(f"{'pass' if r.good else 'FAIL'} {folder.name}: {line}", flush=True)

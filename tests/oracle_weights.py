@@ -22,10 +22,13 @@ def make_weights(key: tuple, shapes: Mapping[str, tuple[int, ...]], prefix: str 
 
 def tensor(key: tuple, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """One tensor, bf16."""
-    text = "|".join(map(str, (*key, name)))
-    digest = hashlib.sha256(text.encode()).digest()
-    rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-    return draw(rng, name, shape).astype(np.float32).astype(bfloat16)
+    return draw(generator(*key, name), name, shape).astype(np.float32).astype(bfloat16)
+
+
+def generator(*key) -> np.random.Generator:
+    """The oracle's random numbers for a key."""
+    digest = hashlib.sha256("|".join(map(str, key)).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
 
 def draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
