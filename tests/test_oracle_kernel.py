@@ -83,7 +83,7 @@ def built(tmp_path, monkeypatch):
         name = f"oracle_{case.name.replace('-', '_')}_{ranks}_{fmt}_{activations}"
         write_module(plan, tmp_path / name)
         figures = pack(plan, checkpoint(tmp_path / "hub", tensors), tmp_path / "packed")
-        assert not figures["rounded_to_bf16"] and not figures["converted_to_mxfp4"]
+        assert not figures["rounded_to_bf16"] and not figures["converted"]
         monkeypatch.syspath_prepend(str(tmp_path))
         importlib.invalidate_caches()
         module = importlib.import_module(name)

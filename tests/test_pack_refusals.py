@@ -1,5 +1,6 @@
 """What packing refuses, and what it leaves behind when it does: all said at once, nothing written, nothing half."""
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,21 @@ def test_all_that_is_wrong_with_the_tensors_is_said_before_anything_is_written(t
         assert line in text
     with pytest.raises(MkgenError, match="4 problems"):
         pack(plan, hub, tmp_path / "out", ignore=["vision_tower.*"])
+
+
+def test_what_is_ignored_is_counted(tmp_path):
+    plan, t, _ = make(tmp_path, ranks=1)
+    more = {f"vision_tower.{i}.weight": np.zeros(3, np.float32) for i in range(4)} | {"mtp.norm": np.ones(2, np.float32)}
+    hub = checkpoint(tmp_path / "more", t | more)
+    with pytest.raises(MkgenError, match=r"extra: 4 tensors vision_tower\.\{0\.\.3\}\.weight"):
+        pack(plan, hub, tmp_path / "out", ignore=["mtp.*"])
+    model = replace(plan.spec.model, ignore=("vision_tower.*",))
+    plan = replace(plan, spec=replace(plan.spec, model=model))
+    figures = pack(plan, hub, tmp_path / "out", ignore=["mtp.*", "*norm", "nothing"])
+    assert figures["ignored"] == {"vision_tower.*": 4, "mtp.*": 1, "*norm": 0, "nothing": 0}
+    assert "  ignored: 4 tensors vision_tower.*\n" in write.describe(figures)
+    kept = pack(plan, checkpoint(tmp_path / "less", t), tmp_path / "out2")
+    assert kept["parameters"] == figures["parameters"]
 
 
 @pytest.mark.parametrize("ending, bad", [

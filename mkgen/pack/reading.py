@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from threading import Lock
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -47,7 +48,7 @@ class BadWeights(MkgenError):
 
 
 class Reader:
-    """Logical weights from matched sources.
+    """Logical weights from matched sources, for several threads, as long as no two want the same tensor.
 
     rounded: part of a tensor -> how many values had to be rounded to bf16. converted: by format, the same (`convert` only).
     read_bytes: of the checkpoint, so far; total_bytes: of all sources.
@@ -59,6 +60,7 @@ class Reader:
         self.rounded: dict[str, int] = {}
         self.converted: dict[str, dict[str, int]] = {}
         self.read_bytes, self.total_bytes = 0, sum(s.layout.bytes() for s in sources.values())
+        self._lock = Lock()
         self._held: dict[Key, np.ndarray | Coded] = {}
         self._left: Counter[Key] = Counter()
 
@@ -79,15 +81,17 @@ class Reader:
             label = " x ".join(_label(n, e, self.patterns[role]) for role, (n, e) in zip(weight.roles, keys))
             return self._logical(weight, layer, label, parts, fmt)
         finally:
-            self._left.subtract(keys)
-            for key in keys:
-                if self._left[key] <= 0:
-                    self._held.pop(key, None)
+            with self._lock:
+                self._left.subtract(keys)
+                for key in keys:
+                    if self._left[key] <= 0:
+                        self._held.pop(key, None)
 
     def _read(self, name: str, expert: int | None) -> np.ndarray | Coded:
         if (name, expert) not in self._held:
             source = self.sources[name]
-            self.read_bytes += source.layout.bytes(expert)
+            with self._lock:
+                self.read_bytes += source.layout.bytes(expert)
             value = source.read(expert)
             check_finite(name if expert is None else f"{name}[{expert}]", value)
             self._held[name, expert] = value

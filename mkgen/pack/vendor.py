@@ -26,6 +26,8 @@ from mkgen.pack.formats import check_exponents
 FLOATS = ("bf16", "f32", "f16")
 GROUPS = (128, 64, 32)                       # of int4 formats
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)         # the nibble that holds column i
+# of activations and caches, which are not quantised here
+SPARE = ("input_scale", "input_global_scale", "activation_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "weight_shape")
 Fault = tuple[str, str, str]                 # (missing | misshapen | misdtyped | unreadable, tensor, detail)
 
 
@@ -65,8 +67,7 @@ class Layout:
             return ()
         stem = self.name.removesuffix("weight")
         stem = stem if stem != self.name else self.name + "_"
-        ends = "input_scale", "input_global_scale", "activation_scale", "input_zero_point", "weight_shape"
-        return tuple(n for n in (stem + end for end in ends) if n in self.tensors and n not in self.names)
+        return tuple(n for n in (stem + end for end in SPARE) if n in self.tensors and n not in self.names)
 
     @property
     def dtype(self) -> str:

@@ -7,9 +7,13 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +35,7 @@ from mkgen.spec.params import by_role
 
 Progress = Callable[[int, int, str], None]   # bytes read, bytes in all, the weight that was written
 SYNC_BYTES, SYNC_SECONDS = 1 << 30, 20.0     # of work that a crash may cost
+JOBS = min(8, os.cpu_count() or 1)           # threads that read and write side by side
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLi
          say: Callable[[str], None] | None = None) -> dict:
     """Packs a checkpoint for `ranks` (all of them if None) and returns the figures.
 
-    Every tensor is read once and scattered to all ranks' files; no more than one or two are in memory, and one expert of a stack.
+    Every tensor is read once and scattered to all ranks' files; each of JOBS threads has one or two in memory, and one expert of a
+    stack.
     The files are in `<out_dir>.partial`, which becomes `out_dir` when all is done. A run that is interrupted, however, leaves
     that folder; the next one goes on where it stopped and ends with the same bytes.
     convert: values that the build's format cannot hold exactly are rounded to it. force: weights packed before are replaced.
@@ -91,7 +97,7 @@ def pack(plan: Plan, checkpoint_dir: str | os.PathLike, out_dir: str | os.PathLi
             "checkpoint_bytes": reader.total_bytes, "bytes": size, "resumed_after": going_on,
             "rounded_to_bf16": grouped(reader.rounded),
             "converted": {fmt: grouped(counts) for fmt, counts in sorted(reader.converted.items())},
-            "families": families(plan, sources, todo),
+            "ignored": ignored(checkpoint, sources, (*plan.spec.model.ignore, *ignore)), "families": families(plan, sources, todo),
             "seconds": round(time.perf_counter() - began, 3)}
 
 
@@ -148,24 +154,58 @@ def write(plan: Plan, reader: Reader, todo: Sequence[Unit], images: dict[str, di
     skipped = {k for u in todo[:partial.done] for k in reader.keys(u.weight, u.layer, u.expert)}
     skipped -= {k for u in left for k in reader.keys(u.weight, u.layer, u.expert)}
     reader.read_bytes = sum(reader.sources[n].layout.bytes(e) for n, e in skipped)
-    places, problems = TapePlaces(plan), []
     sync = _Sync(reader, partial)
-    try:
-        for i, u in enumerate(left, partial.done):
-            try:
-                put(plan, places, images, u, reader.weight(u.weight, u.layer, u.expert, u.format))
-            except BadWeights as error:
-                problems.append(error)
-            if not problems:                 # what is bad is met again by a run that goes on
-                sync.wrote(i + 1)
-            if progress:
-                progress(reader.read_bytes, reader.total_bytes, u.weight.name)
-    except BaseException:
-        sync.now()
-        raise
-    if problems:
-        raise BadWeights.all(problems)
+    work = _Work(plan, reader, images)
+    with ThreadPoolExecutor(JOBS) as pool:
+        tasks, running = iter(_tasks(left)), deque()
+        try:
+            for task in tasks:
+                running.append((task, pool.submit(work, task)))
+                if len(running) > JOBS:
+                    _finish(running, work, sync, progress)
+            while running:
+                _finish(running, work, sync, progress)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            while running and running[0][1].done() and not running[0][1].cancelled() and not running[0][1].exception():
+                _finish(running, work, sync, None)
+            sync.now()
+            raise
+    if work.problems:
+        raise BadWeights.all(work.problems)
     sync.now()
+
+
+class _Work:
+    """Reads and writes the weights of a task, on any thread. problems: the bad weights of all tasks."""
+
+    def __init__(self, plan: Plan, reader: Reader, images: dict[str, dict[int, np.ndarray]]):
+        self.plan, self.reader, self.images, self.places = plan, reader, images, TapePlaces(plan)
+        self.problems: list[BadWeights] = []
+
+    def __call__(self, task: Sequence[Unit]) -> None:
+        for u in task:
+            try:
+                put(self.plan, self.places, self.images, u, self.reader.weight(u.weight, u.layer, u.expert, u.format))
+            except BadWeights as error:
+                self.problems.append(error)
+
+
+def _tasks(todo: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """The ends, each layer, each expert: they share no tensor, and no word of an image."""
+    for _, task in groupby(todo, lambda u: (u.layer, u.expert)):
+        yield list(task)
+
+
+def _finish(running: deque, work: _Work, sync: _Sync, progress: Progress | None) -> None:
+    """Waits for the first of the tasks, which are counted in their order."""
+    task, future = running[0]
+    future.result()
+    running.popleft()
+    if not work.problems:                    # what is bad is met again by a run that goes on
+        sync.wrote(len(task))
+    if progress:
+        progress(work.reader.read_bytes, work.reader.total_bytes, task[-1].weight.name)
 
 
 def put(plan: Plan, places: TapePlaces, images: dict[str, dict[int, np.ndarray]], u: Unit, value: np.ndarray | Coded) -> None:
@@ -199,8 +239,8 @@ class _Sync:
         self.done, self.read, self.time = partial.done, reader.read_bytes, time.monotonic()
         self.noted: dict[str, dict] = {"rounded": dict(reader.rounded)} | {f: dict(c) for f, c in reader.converted.items()}
 
-    def wrote(self, done: int) -> None:
-        self.done = done
+    def wrote(self, weights: int) -> None:
+        self.done += weights
         if self.reader.read_bytes - self.read >= SYNC_BYTES or time.monotonic() - self.time >= SYNC_SECONDS:
             self.now()
 
@@ -212,12 +252,23 @@ class _Sync:
     def _news(self) -> dict | None:
         def new(counts: dict[str, int], what: str) -> dict[str, int]:
             old = self.noted.setdefault(what, {})
-            out = {k: n for k, n in counts.items() if k not in old}
+            out = {k: n for k, n in counts.copy().items() if k not in old}        # other threads go on counting
             old.update(out)
             return out
         rounded = new(self.reader.rounded, "rounded")
-        converted = {fmt: new(counts, fmt) for fmt, counts in self.reader.converted.items()}
+        converted = {fmt: new(counts, fmt) for fmt, counts in self.reader.converted.copy().items()}
         return {"rounded": rounded, "converted": converted} if rounded or any(converted.values()) else None
+
+
+def ignored(checkpoint: Checkpoint, sources: dict[str, Source], patterns: Sequence[str]) -> dict[str, int]:
+    """Pattern -> the tensors that were left out for it; of several patterns the first."""
+    used = {n for s in sources.values() for n in (*s.layout.names, *s.layout.spare)}
+    counts = dict.fromkeys(patterns, 0)
+    for name in checkpoint.names:
+        first = None if name in used else next((p for p in patterns if fnmatchcase(name, p)), None)
+        if first is not None:
+            counts[first] += 1
+    return counts
 
 
 def families(plan: Plan, sources: dict[str, Source], todo: Sequence[Unit]) -> dict[str, dict]:
@@ -258,6 +309,7 @@ def describe(figures: dict) -> str:
     lines = ["{model}: {parameters:,} parameters{told} in {tensors:,} tensors, packed for {ranks} ranks: {size:.3f} GB in "
              "{seconds:.1f} s".format(**figures, told=told, size=figures["bytes"] / 1e9),
              f"  layout {figures['layout_hash']}, {figures['out']}"]
+    lines += [f"  ignored: {n:,} tensors {pattern}" for pattern, n in figures["ignored"].items() if n]
     for text, groups in (("bf16", figures["rounded_to_bf16"]), *figures["converted"].items()):
         lines += [f"  rounded to {text}: {n['values']:,} values of {n['tensors']:,} tensors {pattern}"
                   for pattern, n in groups.items()]
