@@ -190,12 +190,7 @@ BAD_SPECS = [
     (KIMI, "block: 12, ", "", "block_softmax needs a block", "  residual: {"),
     (KIMI, "block_softmax, block: 12", "block_softmix, block: 12", "unknown kind 'block_softmix' in model.residual"),
     (KIMI, "floor: -5.0}", "floor: 5.0}", "floor is 5"),
-    (
-        KIMI,
-        "      v_dim: 128",
-        "      v_dim: 128\n      rope: {}",
-        "rope as it is written for mla is not built yet",
-    ),
+    (KIMI, "      rope_dim: 64", "      rope: {}", "a rope, and no rope_dim", "      rope:"),
     (KIMI, "mixer: (kda*3 mla)*23 mla", "mixer: -*3 mla (kda*3 mla)*22 mla", "layer 0 opens a block"),
     (KIMI, "{host: 4, chip: 4, core: 2}", "{host: 2, chip: 4}", "uses only part of each"),
     (

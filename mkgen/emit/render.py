@@ -46,7 +46,7 @@ def libraries(plan: Plan) -> list[str]:
     """Helper sections that the plan's steps call, in a fixed order."""
     kinds = {op.kind for sub in plan.graph.sublayers() for op in sub.ops}
     wanted = (("recurrence", {"short_conv", "recurrence"}), ("rope", {"rope_table"}), ("attention", {"gqa_attention", "mla_attention"}),
-              ("gqa", {"gqa_attention"}), ("mla", {"mla_attention"}), ("experts", {"routed_experts"}))
+              ("gqa", {"gqa_attention"}), ("mla", {"mla_attention", "mla_rope", "spread_key"}), ("experts", {"routed_experts"}))
     return ["coded"] * bool(coded(plan).sections) + [name for name, needs in wanted if kinds & needs]
 
 

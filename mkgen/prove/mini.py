@@ -6,6 +6,7 @@ is for interpret mode only.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 
 from mkgen.errors import MkgenError, SpecErrors
@@ -14,7 +15,7 @@ from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
 from mkgen.plan.shard import apart, round_up, sharers
 from mkgen.spec import schedule
-from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, Rope, Router, Run, Spec
+from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, QueryTemperature, Rope, Router, Run, Spec
 from mkgen.spec.schedule import Item, Name, Repeat
 from mkgen.spec.validate import validate
 from mkgen.spec.yaml_lines import Where
@@ -148,6 +149,16 @@ def sharded(width: int, old_ranks: int, ranks: int, small: int) -> int:
     return whole - (width % old_ranks > 0 and whole > 1)
 
 
+def few(width: int, small: int) -> int:
+    """A small width of a head, that is as far over a multiple of 16 as `width` is."""
+    return width if width <= small else small + width % 16
+
+
+def early(t: QueryTemperature | None) -> QueryTemperature | None:
+    """The same with steps so short that the mini's context has several."""
+    return t and replace(t, length=min(t.length, TILE // 2), shift=t.shift % (TILE // 2))
+
+
 def few_heads(heads: int, groups: int, old_ranks: int, ranks: int, most_groups: int, most_each: int) -> tuple[int, int]:
     """(heads, groups): at most so many groups on a rank, so many heads of a group; ranks share groups if they did, and
     some rank holds padding if one did."""
@@ -217,17 +228,24 @@ def _gqa(a: Gqa, old_ranks: int, ranks: int) -> Gqa:
 
 
 def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
+    nope, rope_dim = few(a.nope_dim, HEAD), min(a.rope_dim, LATENT[1])
+    v_dim = nope if a.v_dim == a.nope_dim else few(a.v_dim, HEAD)
+    if v_dim == nope and a.v_dim != a.nope_dim:
+        v_dim += 8 if a.v_dim > a.nope_dim else -8
     rope: Rope | None = a.rope
     if rope is not None and rope.width is not None:
-        rope = replace(rope, width=min(rope.width, LATENT[1]))
+        rope = replace(rope, width=round_up(rope.width * rope_dim // a.rope_dim, 2))
+    shorter = math.sqrt((a.nope_dim + a.rope_dim) / (nope + rope_dim))  # scores keep their size
     return replace(
         a,
+        scale=a.scale and a.scale * shorter,
+        query_temperature=early(a.query_temperature),
         heads=few_heads(a.heads, a.heads, old_ranks, ranks, HEADS, 1)[0],
         q_rank=sharded(a.q_rank, old_ranks, ranks, RANK),
         kv_rank=min(a.kv_rank, LATENT[0] + a.kv_rank % 16),  # what is over a multiple of 16 stays
-        nope_dim=min(a.nope_dim, HEAD),
-        rope_dim=min(a.rope_dim, LATENT[1]),
-        v_dim=min(a.v_dim, HEAD),
+        nope_dim=nope,
+        rope_dim=rope_dim,
+        v_dim=v_dim,
         rope=rope,
     )
 

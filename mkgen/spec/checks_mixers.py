@@ -37,7 +37,15 @@ def _gqa(c: Checker, a: Gqa, path: tuple[str, ...]) -> None:
 
 
 def _mla(c: Checker, a: Mla, path: tuple[str, ...]) -> None:
-    c.run(_rope, a.rope, a.rope_dim, "rope_dim", path)
+    if a.rope is not None and not a.rope_dim:
+        c.say(
+            (*path, "rope"),
+            "a rope, and no rope_dim",
+            "only the part of the keys that all heads share is rotated, and it is rope_dim wide",
+            "write `rope_dim:`, or delete rope",
+        )
+    else:
+        c.run(_rope, a.rope, a.rope_dim, "rope_dim", path)
 
 
 def _linear(c: Checker, a: Linear, path: tuple[str, ...]) -> None:

@@ -35,8 +35,8 @@ class Mla:
     heads: int
     kv_rank: int
     nope_dim: int
-    rope_dim: int                                # of the key shared by all heads; rotated only with `rope`
     v_dim: int
+    rope_dim: int = 0                            # of the key shared by all heads; rotated only with `rope`; 0: there is none
     q_rank: int = 0                              # 0: queries straight from the hidden width (role `q`)
     rank_eps: float = 1e-6
     scale: float | None = None                   # None: (nope_dim + rope_dim)^-1/2

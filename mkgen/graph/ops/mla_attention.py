@@ -13,10 +13,10 @@ from mkgen.graph.ops.cache import Lanes, attend, open_cache
 class MlaAttention(Op):
     """Absorbed multi-head latent attention (DeepSeek-V2, 2024): scores against the cached latent and the shared key.
 
-    ql_h = r(q_nope_h U_h^T); s_t = (nope + rope)^-1/2 (ql_h . latent_t + q_rope_h . key_t); o_h = r(r(sum_t p_t latent_t) V_h)."""
+    ql_h = r(q_nope_h U_h^T); s_t = scale (ql_h . latent_t + q_rope_h . key_t); o_h = r(r(sum_t p_t latent_t) V_h)."""
     q: Value
     latent: Value
-    key: Value
+    key: Value | None                   # None where rope_dim is 0
     o: Value
     k_up: Weight                        # [kv_rank, heads * nope_dim]
     v_up: Weight                        # [kv_rank, heads * v_dim]
@@ -25,13 +25,18 @@ class MlaAttention(Op):
     rope_dim: int
     v_dim: int
     kv_rank: int
+    scale: float | None                 # None: (nope_dim + rope_dim)^-1/2
     context: int
     state: str
     kind = "mla_attention"
     rounds = "ql; softmax weights before the value product; the latent sum; o"
 
     def inputs(self):
-        return (self.q, self.latent, self.key)
+        return (self.q, *self.token())
+
+    def token(self) -> tuple[Value, ...]:
+        """What the cache keeps of a token, side by side."""
+        return (self.latent, self.key) if self.key else (self.latent,)
 
     def outputs(self):
         return (self.o,)
@@ -43,7 +48,7 @@ class MlaAttention(Op):
         return (State(self.state, (self.kv_rank + self.rope_dim,), "bf16", positional=True),)
 
     def needs(self, spread):
-        return {self.latent.name: "whole", self.key.name: "whole"}
+        return {v.name: "whole" for v in self.token()}
 
     def gives(self, spread):
         return {self.o.name: spread[self.q.name]}
@@ -53,13 +58,13 @@ class MlaAttention(Op):
 
     def meaning(self, env):
         rows, nope = env.rows, self.nope_dim
-        cache = env.append(self.state, jnp.concatenate([env[self.latent], env[self.key]], -1))       # [R, T, kv_rank + rope]
+        cache = env.append(self.state, jnp.concatenate([env[v] for v in self.token()], -1))           # [R, T, kv_rank + rope]
         latent, key = cache[..., :self.kv_rank], cache[..., self.kv_rank:]
         q = env[self.q].reshape(rows, self.heads, nope + self.rope_dim)
         up = env.w(self.k_up).reshape(self.kv_rank, self.heads, nope)
         ql = env.r(jnp.einsum("rhn,khn->rhk", q[..., :nope], up, precision="highest"))
         s = jnp.einsum("rhk,rtk->rht", ql, latent, precision="highest")
-        s = (s + jnp.einsum("rhe,rte->rht", q[..., nope:], key, precision="highest")) * (nope + self.rope_dim) ** -0.5
+        s = (s + jnp.einsum("rhe,rte->rht", q[..., nope:], key, precision="highest")) * (self.scale or (nope + self.rope_dim) ** -0.5)
         o = env.r(env.attend(s, lambda p: jnp.einsum("rht,rtk->rhk", p, latent, precision="highest")))
         o = jnp.einsum("rhk,khv->rhv", o, env.w(self.v_up).reshape(self.kv_rank, self.heads, self.v_dim), precision="highest")
         env.put(self.o, jnp.where(env.active[:, None], o.reshape(rows, -1), 0.0))
@@ -68,10 +73,11 @@ class MlaAttention(Op):
         heads, blocks = b.place(self.q).width // (self.nope_dim + self.rope_dim), -(-(self.kv_rank + self.rope_dim) // 128)
         rows = -(-heads // 8) * 8
         lanes = Lanes(blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), rows)
-        name = open_cache(b, self, lanes, f"{self.nope_dim + self.rope_dim} ** -0.5")
+        scale = f"{self.nope_dim + self.rope_dim} ** -0.5" if self.scale is None else str(self.scale)
+        name = open_cache(b, self, lanes, scale)
         k_up, stored = b.block(self.k_up.name, (self.k_up,))
         k_up += "" if stored.k_padded == self.kv_rank else f"[:{self.kv_rank}]"
-        b.step(self, "mla", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"), latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32"),
+        b.step(self, "mla", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"), token=[b.read(v, "f32") for v in self.token()],
                k_up=k_up, heads=heads, nope_dim=self.nope_dim)
         b.close()
         attend(b, self, name)
