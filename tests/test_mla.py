@@ -45,6 +45,12 @@ def test_kernel_of_a_latent_cache(build):
     prove_kernel(model(**build))
 
 
+@pytest.mark.slow
+def test_kernel_of_an_expanded_cache():
+    """Keys and values of each head, of different widths; a rank has 2 + 3 + 1 of the heads, or padding."""
+    prove_kernel(model(mla_cache="expanded"))
+
+
 AXES = [("turned", {"scale": None}), ("turned", {"rope": None}), ("turned", {"rope": replace(TURNED.rope, layout="half")}),
         ("turned", {"rope": replace(TURNED.rope, scaling=None)}),
         ("turned", {"rope": replace(TURNED.rope, scaling=replace(YARN, attention_factor=1.0))}),
