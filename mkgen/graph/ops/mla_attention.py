@@ -77,8 +77,8 @@ class MlaAttention(Op):
         name = open_cache(b, self, lanes, scale)
         k_up, stored = b.block(self.k_up.name, (self.k_up,))
         k_up += "" if stored.k_padded == self.kv_rank else f"[:{self.kv_rank}]"
-        b.step(self, "mla", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"), token=[b.read(v, "f32") for v in self.token()],
-               k_up=k_up, heads=heads, nope_dim=self.nope_dim)
+        b.step(self, "mla", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"),
+               latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32") if self.key else "", k_up=k_up, heads=heads, nope_dim=self.nope_dim)
         b.close()
         attend(b, self, name)
         v_up, _ = b.block(self.v_up.name, (self.v_up,))

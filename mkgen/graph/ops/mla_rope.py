@@ -54,11 +54,11 @@ class MlaRope(Op):
         env.put(self.q_out, q.reshape(env.rows, -1))
 
     def lower(self, b):
-        head_dim, turn = self.q.width // self.heads, {}
+        head_dim, turn = self.q.width // self.heads, dict(cos="", sin="", key="", turned=())
         if self.rotation:
             cos, sin = (b.read(t, "f32") for t in self.rotation.values)
-            turn = dict(cos=cos, sin=sin, key=b.read(self.key, "f32"), turned=[self.rotation.text(x, "cos", "sin") for x in ("x", "key")])
-        b.step(self, "mla", "mla_rope", q=b.read(self.q, "f32"), turn=turn, head_dim=head_dim, nope_dim=head_dim - self.rope_dim,
+            turn = dict(cos=cos, sin=sin, key=b.read(self.key, "f32"), turned=tuple(self.rotation.text(x, "cos", "sin") for x in ("x", "key")))
+        b.step(self, "mla", "mla_rope", q=b.read(self.q, "f32"), **turn, head_dim=head_dim, nope_dim=head_dim - self.rope_dim,
                temperature=self.temperature, q_out=b.write(self.q_out), key_out=b.write(self.key_out) if self.rotation else None)
 
 
