@@ -527,7 +527,7 @@ def attend_batch(m, kv, first, running):
         kv.mixed[row] = running[2] / running[1]
     return running
 
-def mla_inputs(kv, q, latent, key, k_up, heads, nope_dim):
+def mla_inputs(kv, q, token, k_up, heads, nope_dim):
     """Queries in the latent (q_nope k_up^T) beside their part for the shared key; the new token."""
     queries = []
     for h, head in enumerate(heads_of(q, q.shape[1] // heads)):
@@ -535,7 +535,6 @@ def mla_inputs(kv, q, latent, key, k_up, heads, nope_dim):
         both = jnp.concatenate([in_latent, head[:, nope_dim:].astype(f32)], axis=1)
         queries.append(pad_lanes(both, kv.queries.shape[2]))
     put_queries(kv, queries)
-    token = jnp.concatenate([latent, key], axis=1)
     put_token(kv, pad_lanes(token, kv.token.shape[0] * LANES))
 
 def mla_output(kv, v_up, heads, v_dim):
@@ -839,7 +838,7 @@ def kda_mixer(m, layer, index, g):
     return g
 
 def mla_mixer(m, layer, index, g):
-    """Multi-head latent attention; the cache holds the normed latent and the shared key."""
+    """Multi-head latent attention."""
 
     def first_cache_tile_copy(i, _):
         cache_tile_copy(m, index, i).start()
@@ -865,24 +864,27 @@ def mla_mixer(m, layer, index, g):
         m.g_y[:, lanes(i * 128, 128)] = dot(x, w)
 
     g = stream(m, g, range(3), mla_g_block)
-    # -- mla.kv_a
-    all_gather(m, m.kv_a_y[:, 0:18], m.kv_a_whole, 18)
     # -- mla.q_a
     all_gather(m, m.q_a_y[...], m.q_a_whole, 48)
-    tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
+    tape_copy(m, g).wait()  # q_norm 0
     # -- mla.q_norm
     w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
     m.q_latent[...] = rms_norm(m.q_a_whole[...], w, 1e-06)
+    tape_copy(m, g + RING_DEPTH).start()
+    g += 1
+    # -- mla.kv_a
+    all_gather(m, m.kv_a_y[:, 0:18], m.kv_a_whole, 18)
+    tape_copy(m, g).wait()  # kv_norm 0, q_b 8
     # -- mla.kv_norm
-    w = bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32)
+    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
     m.latent[...] = rms_norm(m.kv_a_whole[:, 0:512], w, 1e-06)
     # -- mla.q_b
-    m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
+    m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 8, 1536, 576))
     # -- mla.attention
     kv = open_cache(m, "cache", m.kv_items, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5)
     g = next_chunk(m, g)  # k_up 0
-    latent, key = m.latent[...], m.kv_a_whole[:, 512:576]
-    mla_inputs(kv, m.q_b_y[...], latent, key, panels(m, g, 0, 512, 384), 3, 128)
+    token = jnp.concatenate([m.latent[...], m.kv_a_whole[:, 512:576]], axis=1)
+    mla_inputs(kv, m.q_b_y[...], token, panels(m, g, 0, 512, 384), 3, 128)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
@@ -1156,9 +1158,9 @@ def places(rows):
         "q_a_y": vmem((8, 48), f32),  # q_a, not rounded
         "kv_a_y": vmem((8, 32), f32),  # kv_a, not rounded
         "g_y": vmem((8, 384), f32),  # g, not rounded
-        "kv_a_whole": vmem((8, 576), f32),  # kv_a of all ranks
         "q_a_whole": vmem((8, 1536), f32),  # q_a of all ranks
         "q_latent": vmem((8, 1536), f32),  # rms norm
+        "kv_a_whole": vmem((8, 576), f32),  # kv_a of all ranks
         "latent": vmem((8, 512), f32),  # rms norm
         "q_b_y": vmem((8, 576), f32),  # q, not rounded
         "cache_tiles": vmem((8, 5, 128, 128), u32),  # tiles of the cache, one a slot
