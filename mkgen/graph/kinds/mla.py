@@ -19,9 +19,10 @@ def mla(name: str, a: Mla, h: Value, spec: Spec) -> Made:
     """Multi-head latent attention."""
     g = gate_of(f"{name}.g", a.gate, a.heads, a.v_dim, a.heads) if a.gate else None
     (q_first, *q_rest), q = queries(name, a, h)
-    (kv_first, *kv_rest), latent, key = latents(name, a, h)
+    (kv_first, split, kv_norm), latent, key = latents(name, a, h)
     gate = [Linear(g.name, h, (g,), (columns(g.name, h.width, g.width, a.heads, groups=a.heads),))] if g else []
-    ops: list[Op] = [q_first, kv_first, *gate, *q_rest[:1], *kv_rest, *q_rest[1:]]     # what reads h, then both norms: few exchanges
+    # what reads h, then what needs an exchange: the norms side by side lie in one chunk
+    ops: list[Op] = [q_first, kv_first, *gate, split, *q_rest[:1], kv_norm, *q_rest[1:]]
     turn = rotation(name, a.rope, a.rope_dim) if a.rope_dim else None
     if turn or a.query_temperature:
         qt, kt = per_head(f"{name}.q_rope", q.width, a.heads), Value(f"{name}.key_rope", a.rope_dim)
