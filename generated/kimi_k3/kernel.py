@@ -864,22 +864,19 @@ def mla_mixer(m, layer, index, g):
         m.g_y[:, lanes(i * 128, 128)] = dot(x, w)
 
     g = stream(m, g, range(3), mla_g_block)
+    # -- mla.kv_a
+    all_gather(m, m.kv_a_y[:, 0:18], m.kv_a_whole, 18)
     # -- mla.q_a
     all_gather(m, m.q_a_y[...], m.q_a_whole, 48)
-    tape_copy(m, g).wait()  # q_norm 0
+    tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
     w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
     m.q_latent[...] = rms_norm(m.q_a_whole[...], w, 1e-06)
-    tape_copy(m, g + RING_DEPTH).start()
-    g += 1
-    # -- mla.kv_a
-    all_gather(m, m.kv_a_y[:, 0:18], m.kv_a_whole, 18)
-    tape_copy(m, g).wait()  # kv_norm 0, q_b 8
     # -- mla.kv_norm
-    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    w = bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32)
     m.latent[...] = rms_norm(m.kv_a_whole[:, 0:512], w, 1e-06)
     # -- mla.q_b
-    m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 8, 1536, 576))
+    m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
     kv = open_cache(m, "cache", m.kv_items, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5)
     g = next_chunk(m, g)  # k_up 0
@@ -1158,9 +1155,9 @@ def places(rows):
         "q_a_y": vmem((8, 48), f32),  # q_a, not rounded
         "kv_a_y": vmem((8, 32), f32),  # kv_a, not rounded
         "g_y": vmem((8, 384), f32),  # g, not rounded
+        "kv_a_whole": vmem((8, 576), f32),  # kv_a of all ranks
         "q_a_whole": vmem((8, 1536), f32),  # q_a of all ranks
         "q_latent": vmem((8, 1536), f32),  # rms norm
-        "kv_a_whole": vmem((8, 576), f32),  # kv_a of all ranks
         "latent": vmem((8, 512), f32),  # rms norm
         "q_b_y": vmem((8, 576), f32),  # q, not rounded
         "cache_tiles": vmem((8, 5, 128, 128), u32),  # tiles of the cache, one a slot
