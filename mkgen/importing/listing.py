@@ -9,15 +9,17 @@ from pathlib import Path
 from mkgen.errors import MkgenError
 from mkgen.importing.config import INDEX_FILE
 from mkgen.importing.record import Record
+from mkgen.pack.vendor import SPARE
 from mkgen.spec.checkpoint import parse
 from mkgen.spec.model import Model
 from mkgen.spec.roles import Tensor, tensors
 from mkgen.spec.yaml_lines import Entry, Map, Scalar, Seq
 
 # how a stored weight may be called instead: codes and scales of quantised checkpoints
-STORED = ("", "_packed", "_blocks", "_scales", "_scale", "_scale_inv", "_scale_2", "_shape", "_zero_point", "_g_idx")
+STORED = ("", "_packed", "_blocks", "_scales", "_scale", "_scale_inv", "_scale_2", "_global_scale", "_shape", "_zero_point",
+          "_g_idx")
 CODES = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_shape",
-         "weight_zero_point", "weight_g_idx", "input_scale", "k_scale", "v_scale")
+         "weight_zero_point", "weight_g_idx", "weight_global_scale", *SPARE)
 
 
 def names_beside(config: Path) -> list[str] | None:

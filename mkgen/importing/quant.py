@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mkgen.importing.config import Config
@@ -51,6 +51,9 @@ def quantisation(config: Config, record: Record) -> Quantised | None:
                       "write the format by hand under build.formats, after --model-only")
         return None
     made = read(q, key, record)
+    dtypes = [c.get(name) for c in (config.raw, text) if isinstance(c, dict) for name in ("torch_dtype", "dtype")]
+    if method in ("gptq", "awq") and "bfloat16" not in dtypes and f"{made.format}_f16" in FORMATS:
+        made = replace(made, format=f"{made.format}_f16")       # these tools store scales in the model's dtype, float16 unless said
     return made if len(record.refused) == before else None
 
 
