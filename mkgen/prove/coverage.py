@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from mkgen.graph.ops.cache import Seen
+from mkgen.graph.ops.gqa_attention import GqaAttention
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Collective, Step, walk
 from mkgen.prove.rung import Rung
@@ -11,7 +13,7 @@ from mkgen.prove.scenario import Scenario, by_rank
 
 
 def reach(plan: Plan, scenario: Scenario) -> list[Rung]:
-    return [_shape(plan), _loop(plan), _tile(plan, scenario), _residual(plan), *_routing(plan, scenario)]
+    return [_shape(plan), _loop(plan), _tile(plan, scenario), _sight(plan, scenario), _residual(plan), *_routing(plan, scenario)]
 
 
 def code(full: Plan, mini: Plan) -> Rung:
@@ -34,6 +36,7 @@ def pieces(plan: Plan) -> set[str]:
         for node in walk(region.body):
             if isinstance(node, Step):
                 out.add(f"{node.template}.{node.macro}")
+                out |= {f"cache with {key}" for key in node.args.get("more", ())}
             elif isinstance(node, Collective):
                 out.add(f"{node.kind} {node.part}")
     return out
@@ -78,6 +81,20 @@ def _tile(plan: Plan, scenario: Scenario) -> Rung:
         f"rows {crossed} cross it (tile {tile}, first positions {starts})",
         bool(cached and crossed),
         "no positional cache",
+    )
+
+
+def _sight(plan: Plan, scenario: Scenario) -> Rung:
+    """Tiles that windows and chunks leave out."""
+    seen = {op.seen for sub in plan.graph.sublayers() for op in sub.ops if isinstance(op, GqaAttention) and op.seen != Seen()}
+    positions = {int(p) for s in scenario.steps for p in s.positions if p >= 0}
+    tile = plan.spec.build.kv_tile
+    least = min((sum(int(s.oldest(np.int32(p))) >= tile for p in positions) for s in seen), default=0)
+    return _rung(
+        "windows",
+        f"at {least} or more of {len(positions)} positions each of {len(seen)} kinds of sight leaves tiles out",
+        least > 0,
+        "all tokens are seen" if not seen else "no tile is left out",
     )
 
 

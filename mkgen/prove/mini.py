@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from mkgen.errors import MkgenError, SpecErrors
 from mkgen.graph.build import build_graph
+from mkgen.graph.ops.gqa_attention import KvGroups
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
-from mkgen.plan.shard import apart, round_up, sharers
+from mkgen.plan.shard import apart, local_units, round_up, sharers
 from mkgen.spec import schedule
 from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, QueryTemperature, Rope, Router, Run, Spec
 from mkgen.spec.schedule import Item, Name, Repeat
@@ -36,7 +37,8 @@ LIMIT = 0.8  # of an activation: random gates and ups go well beyond it
 LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
 SOFTCAP = 2.0  # of logits, before their scale
 VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
-TILE, TILES = 16, 4
+GROUPED = 16  # KV heads of a rank that are more than one group of them
+TILE, TILES = 16, 4  # a window or a chunk is shorter than a tile: whole tiles are left out
 BLOCK_KIB = 48, 64, 96, 128  # the first that can hold a block of every matrix: most are cut, along K too
 
 
@@ -219,12 +221,20 @@ def _block(runs: tuple[Run, ...]) -> int:
 
 
 def _gqa(a: Gqa, old_ranks: int, ranks: int) -> Gqa:
-    head = min(a.head_dim, HEAD)
-    heads, kv_heads = few_heads(a.heads, a.kv_heads, old_ranks, ranks, 2, GROUP)
-    rope = a.rope
+    head, value = min(a.head_dim, HEAD), a.value_dim
+    old = [local_units(n, old_ranks, a.kv_heads) for n in (a.heads, a.kv_heads)]
+    grouped = KvGroups(*old, a.head_dim, value or a.head_dim).lanes().groups > 1
+    heads, kv_heads = few_heads(a.heads, a.kv_heads, old_ranks, ranks, GROUPED if grouped else 2, GROUP)
+    if value is not None and value != a.head_dim:  # wider or narrower, as it was
+        value = min(value, head + 8 if value > a.head_dim else head - 8)
+    rope, warm = a.rope, a.query_temperature
     if rope is not None and rope.width is not None:
         rope = replace(rope, width=round_up(rope.width * head // a.head_dim, 2))
-    return replace(a, heads=heads, kv_heads=kv_heads, head_dim=head, rope=rope)
+    if warm is not None:  # short enough to change between the positions of the proof
+        warm = replace(warm, length=min(warm.length, TILE // 2))
+    chunk = min(a.chunk, TILE if a.chunk % TILE == 0 else TILE - 5)
+    return replace(a, heads=heads, kv_heads=kv_heads, head_dim=head, value_dim=value, rope=rope, query_temperature=warm, chunk=chunk,
+                   window=min(a.window, TILE - 3))
 
 
 def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
