@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkgen.spec.model import Gqa, Linear, Mla, Rope
+from mkgen.spec.model import Gqa, Linear, Mla, Rope, RopeScaling
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
@@ -26,6 +26,15 @@ def _gqa(c: Checker, a: Gqa, path: tuple[str, ...]) -> None:
         )
     if a.window and a.chunk:
         c.say((*path, "chunk"), "a window and a chunk", "each says alone which tokens are seen", "delete one of them")
+    if a.output_norm is not None and a.output_norm.bias:
+        c.say(
+            (*path, "output_norm", "bias"),
+            "a bias of the norm of each head",
+            "the checkpoint roles of an attention have a weight of it, `o_norm`, and no bias",
+            "delete it",
+        )
+    if len(set(a.bias)) < len(a.bias):
+        c.say((*path, "bias"), "a projection is listed twice", "each has one bias or none", "list each once")
     for i, role in enumerate(a.bias):
         if role not in ("q", "k", "v", "o"):
             c.say(
@@ -146,6 +155,8 @@ def _rope(c: Checker, rope: Rope | None, head_dim: int, name: str, path: tuple[s
             f"features are rotated in pairs, and there are {head_dim} ({name})",
             f"make width an even number of at most {head_dim}",
         )
+    if rope.base <= 1:
+        c.say((*path, "rope", "base"), f"base is {rope.base:g}", "wavelengths grow with it from feature to feature", "write a number above 1")
     if rope.scaling is not None and rope.scaling.kind != "linear" and not rope.scaling.original_context:
         c.say(
             (*path, "rope", "scaling"),
@@ -153,6 +164,24 @@ def _rope(c: Checker, rope: Rope | None, head_dim: int, name: str, path: tuple[s
             "it stretches wavelengths by how they compare with the context of the training",
             "add `original_context:`",
         )
+    if rope.scaling is not None:
+        c.run(_scaling, rope.scaling, (*path, "rope", "scaling"))
+
+
+def _scaling(c: Checker, s: RopeScaling, path: tuple[str, ...]) -> None:
+    for kind, upper, lower in (("llama3", "high_freq_factor", "low_freq_factor"), ("yarn", "beta_fast", "beta_slow")):
+        above, below = getattr(s, upper), getattr(s, lower)
+        if s.kind == kind and not (above >= below > 0 and (above > below or kind == "yarn")):
+            c.say(
+                (*path, upper),
+                f"{upper} is {above:g}, {lower} {below:g}",
+                "frequencies above the one are kept, those below the other divided, and a line lies between",
+                f"make {lower} greater than 0 and {upper} {'no less' if kind == 'yarn' else 'greater'} than that",
+            )
+    if s.factor < 1:
+        c.say((*path, "factor"), f"factor is {s.factor:g}", "frequencies are divided by it, for a longer context", "write 1 or more")
+    if s.attention_factor is not None and s.attention_factor <= 0:
+        c.say((*path, "attention_factor"), f"attention_factor is {s.attention_factor:g}", "it scales cosine and sine", "write a number above 0")
 
 
 _CHECKS = {Gqa: _gqa, Mla: _mla, Linear: _linear}
