@@ -137,7 +137,7 @@ def test_kernel_equals_reference(name):
     (Gqa(4, 2, 32, output_norm=Norm("layer", bias=True)), "bias of the norm"),
     (Gqa(4, 2, 32, rope=Rope(1.0)), "base is 1"),
     (Gqa(4, 2, 32, rope=Rope(scaling=RopeScaling("yarn", 8.0, 64, beta_fast=1.0, beta_slow=2.0))), "beta_fast is 1, beta_slow 2"),
-    (Gqa(4, 2, 32, rope=Rope(scaling=RopeScaling("llama3", 8.0, 64, high_freq_factor=1.0))), "high_freq_factor is 1, low_freq_factor 1"),
+    (Gqa(4, 2, 32, rope=Rope(scaling=RopeScaling("llama3", 8.0, 64, high_freq_factor=0.5))), "high_freq_factor is 0.5, low_freq_factor 1"),
     (Gqa(4, 2, 32, rope=Rope(scaling=RopeScaling("llama3", 8.0))), "without original_context"),
     (Gqa(4, 2, 32, rope=Rope(scaling=RopeScaling("linear", 0.5))), "factor is 0.5"),
     (Gqa(4, 2, 32, rope=Rope(scaling=RopeScaling("yarn", 8.0, 64, attention_factor=0.0))), "attention_factor is 0"),

@@ -55,7 +55,8 @@ def _by_wavelength(plain: np.ndarray, s: RopeScaling) -> np.ndarray:
     """llama3: wavelengths beyond original_context / low_freq_factor are divided, those within / high_freq_factor kept, a line
     between."""
     wavelength = F32(2 * math.pi) / plain
-    smooth = (F32(s.original_context) / wavelength - F32(s.low_freq_factor)) / F32(s.high_freq_factor - s.low_freq_factor)
+    span = F32(s.high_freq_factor - s.low_freq_factor) or F32(1)           # one factor: a step, and nothing between
+    smooth = (F32(s.original_context) / wavelength - F32(s.low_freq_factor)) / span
     between = (F32(1) - smooth) * plain / F32(s.factor) + smooth * plain
     out = np.where(wavelength > F32(s.original_context / s.low_freq_factor), plain / F32(s.factor), between)
     return np.where(wavelength < F32(s.original_context / s.high_freq_factor), plain, out)

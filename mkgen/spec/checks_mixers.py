@@ -171,12 +171,12 @@ def _rope(c: Checker, rope: Rope | None, head_dim: int, name: str, path: tuple[s
 def _scaling(c: Checker, s: RopeScaling, path: tuple[str, ...]) -> None:
     for kind, upper, lower in (("llama3", "high_freq_factor", "low_freq_factor"), ("yarn", "beta_fast", "beta_slow")):
         above, below = getattr(s, upper), getattr(s, lower)
-        if s.kind == kind and not (above >= below > 0 and (above > below or kind == "yarn")):
+        if s.kind == kind and not above >= below > 0:
             c.say(
                 (*path, upper),
                 f"{upper} is {above:g}, {lower} {below:g}",
                 "frequencies above the one are kept, those below the other divided, and a line lies between",
-                f"make {lower} greater than 0 and {upper} {'no less' if kind == 'yarn' else 'greater'} than that",
+                f"make {lower} greater than 0 and {upper} no less than that",
             )
     if s.factor < 1:
         c.say((*path, "factor"), f"factor is {s.factor:g}", "frequencies are divided by it, for a longer context", "write 1 or more")
