@@ -1,6 +1,7 @@
 """The command line. A command loads what it needs, calls one function of a stage, and shows what came back."""
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -93,6 +94,25 @@ def verify(asked: Asked) -> None:
     from mkgen.prove.verify import verify_spec
     from mkgen.show import prove as show
     finish(show.verified(spec, verify_spec(spec), asked.json))
+
+
+@main.command()
+@spec_options
+@click.option("--from", "from_dir", required=True, type=click.Path(exists=True, file_okay=False), metavar="DIR",
+              help="The checkpoint.")
+@click.option("--logits", "recorded", required=True, type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+              help="An .npz with input_ids [B, T] and logits [B, T, vocab] of the model's own code, in float32.")
+@click.option("--bound", type=float, help="Largest |difference| allowed; 0.01 % of the largest logit if not given.")
+def compare(asked: Asked, from_dir: str, recorded: str, bound: float | None) -> None:
+    """Hold the spec's reference, in float32, against logits recorded from the model's own code."""
+    spec = asked.spec()
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")     # float32 as it is meant; no chip is looked for
+    from mkgen.prove.against import compare as run
+    from mkgen.show import prove as show
+    with show.counting(spec.model.name) as tell:
+        found = run(spec, Path(from_dir), Path(recorded), bound, tell)
+    show.compared(spec, found, asked.json)
+    finish(found.good)
 
 
 @main.command()

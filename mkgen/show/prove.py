@@ -1,9 +1,13 @@
 """What `verify` and `compile` say. Their results are records: dataclasses or mappings with the fields named here."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from typing import Any
+
+from rich.console import Console
 
 from mkgen import show
 from mkgen.plan.plan import Plan
@@ -96,3 +100,28 @@ def verified(spec: Spec, results: Iterable[Any], as_json: bool) -> bool:
     out.print(t)
     out.print("verdict:", show.coloured(show.verdict(good)))
     return good
+
+
+def compared(spec: Spec, found: Any, as_json: bool) -> None:
+    """What `compare` found."""
+    good = show.verdict(found.good)
+    if as_json:
+        show.put_json({"model": spec.model.name, "verdict": good, **asdict(found)})
+        return
+    sequence, position, token = found.at
+    text = (f"{spec.model.name}: largest difference {found.error:.2g}, allowed {found.bound:.2g} (sequence {sequence}, position {position}, "
+            f"token {token}); the same choice at {100 * found.same_choice:.1f} % of the positions")
+    if found.first_bad is not None:
+        text += f"\nfirst position out of bounds: {found.first_bad}"
+    show.console().print(text)
+    show.console().print("verdict:", show.coloured(good))
+
+
+@contextmanager
+def counting(title: str):
+    """tell(done, total): a bar on stderr; nothing is drawn where it is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as shown:
+        task = shown.add_task(title, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
