@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"errors": set(), "targets": {"errors"}, "spec": {"errors", "targets"}, "graph": {"errors", "spec"},
           "reference": {"errors", "spec", "graph", "pack"}, "plan": {"errors", "targets", "spec", "graph"},
           "check": {"errors", "plan"}, "emit": {"errors", "targets", "spec", "graph", "plan"},
-          "importing": {"errors", "targets", "spec", "plan", "pack"},
+          "importing": {"errors", "targets", "spec", "graph", "plan", "pack"},
           "pack": {"errors", "targets", "spec", "graph", "plan"}}
 MODELS = re.compile(r"\b(kimi|qwen|deepseek|mixtral|llama(?!3\b)|gemma|gpt_?oss|muse|minimax|nemotron|smollm)", re.I)
 DIMENSIONS = re.compile(r"\b(7168|3584|3072|33792|163840|896|1536|151936|18992|4608)\b")

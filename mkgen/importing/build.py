@@ -2,19 +2,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from mkgen.errors import MkgenError
+from mkgen.graph.build import build_graph
 from mkgen.importing.config import Config
 from mkgen.importing.quant import QUANT_KEY, formats, quantisation, stored_bytes
 from mkgen.importing.record import Record
+from mkgen.plan.planner import make_plan
 from mkgen.spec import checks_build
 from mkgen.spec.model import Build, Model, Moe, Spec
-from mkgen.spec.validate import Checker
+from mkgen.spec.validate import Checker, validate
 from mkgen.spec.yaml_lines import Entry, Map, Scalar, Seq
 from mkgen.targets import Target, load_target
 
 SHARE = 0.8                                      # of the HBM may be weights; the rest is for caches and states
 CONTEXT = 4096
+FEWER = ((10, 3), (8, 2), (6, 2), (4, 2))        # ring_depth, expert_slots
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,28 @@ def build_section(config: Config, model: Model, chip: str, unquantised: set[str]
                           "--model-only writes the model without a build")
             return None
         notes["mesh"] = "no mesh that holds the weights can share them out evenly: choose other factors"
-    chosen = Build(**{**chosen.__dict__, "formats": how})
+    chosen, note = in_vmem(model, replace(chosen, formats=how), target)
+    notes |= {"ring_depth": note} if note else {}
     rule = f"# The smallest mesh whose HBM holds the weights ({size / 1e9:,.1f} GB) in {SHARE:.0%} of it, and that can share out the model."
     return BuildSection(_entry(chosen), chosen, size, notes, {"mesh": [rule]})
+
+
+def in_vmem(model: Model, build: Build, target: Target) -> tuple[Build, str]:
+    """The build with as deep a ring and as many expert slots as its plan has room for, and a comment if these are fewer than usual.
+    What cannot be planned for another reason is left as it is: `mkgen build` says why."""
+    for ring, slots in ((build.ring_depth, build.expert_slots), *FEWER):
+        smaller = replace(build, ring_depth=ring, expert_slots=slots)
+        spec = Spec(model, smaller, "the imported model")
+        if validate(spec):
+            return build, ""
+        try:
+            make_plan(spec, build_graph(spec), target)
+        except MkgenError as error:
+            if "VMEM" not in str(error):
+                return build, ""
+        else:
+            return smaller, "" if smaller == build else "chunks in VMEM: with expert_slots, as many as there is room for"
+    return build, ""
 
 
 def candidates(model: Model, target: Target, size: float) -> Iterator[Build]:
@@ -97,4 +120,6 @@ def _entry(b: Build) -> Entry:
         keys |= {"expert_parallel": b.expert_parallel, "tensor_parallel": b.tensor_parallel}
     if b.formats:
         keys["formats"] = b.formats
-    return Entry("", 0, node({**keys, "rows": b.rows, "context": b.context}))
+    usual = Build(b.chip, b.mesh)
+    fewer = {k: getattr(b, k) for k in ("ring_depth", "expert_slots") if getattr(b, k) != getattr(usual, k)}
+    return Entry("", 0, node({**keys, "rows": b.rows, "context": b.context, **fewer}))

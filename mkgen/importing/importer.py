@@ -1,6 +1,7 @@
 """config.json -> spec: the steps, and what came of them."""
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from mkgen.spec.load import read_model
 from mkgen.spec.model import Build, Model, Spec
 from mkgen.spec.roles import tensors
 from mkgen.spec.validate import Checker
-from mkgen.spec.yaml_lines import Entry, Map, Scalar, parse_yaml
+from mkgen.spec.yaml_lines import Entry, Map, Scalar, Seq, parse_yaml
 
 BLOCK = (("model",), ("model", "mixers"), ("model", "ffns"), ("model", "checkpoint"), ("model", "mixers", "*"), ("model", "ffns", "*"),
          ("build",))
+OTHER = "another modality"                       # of _ignore.yaml
 
 
 class ImportRefused(MkgenError):
@@ -78,8 +80,12 @@ def import_config(config: Config, name: str | None = None, settings: tuple[str, 
         raise ImportRefused(config.file, model_type, record)
     assert tree is not None and notes is not None and model is not None
     tensors_ignored = ignored["tensors"] | filler.tensors_ignored
+    idle = unneeded(filler, present, tensors_ignored)
     if present is not None:
         check_tensors(model, present, tensors_ignored, record)
+    if idle:
+        model, tree = replace(model, ignore=idle), _put(tree, "ignore", Seq("", 0, tuple(Scalar("", 0, i, "str", False) for i in idle)))
+        notes.behind[("model", "ignore")] = "tensors that the decoder has no use for"
     section = None if model_only else build_section(config, model, chip, filler.unquantised, record)
     if record.refused:
         raise ImportRefused(config.file, model_type, record)
@@ -90,6 +96,14 @@ def import_config(config: Config, name: str | None = None, settings: tuple[str, 
     notes.head = _head(config, model_type, model, record, settings, notes.head)
     return Imported(config.file, model_type, _checked(printed(tree, notes, BLOCK), model), model, record, section,
                     params.count(model), tensors_ignored)
+
+
+def unneeded(filler: Filler, present: frozenset[str] | None, patterns: dict[str, str]) -> tuple[str, ...]:
+    """Shell patterns of tensors that no role needs: those that the checkpoint has, or that one of its kind may have."""
+    if present is not None:
+        return tuple(p for p in patterns if any(fnmatch.fnmatchcase(name, p) for name in present))
+    mine = [*filler.tensors_ignored]
+    return tuple(mine + [p for p, why in patterns.items() if why == OTHER and filler.config.nested and p not in mine])
 
 
 def identifier(text: str) -> str:
@@ -120,7 +134,7 @@ def _model(text: str, filler: Filler, present: frozenset[str] | None) -> tuple[M
     root = resolve(root, present)
     model, where, problems = read_model(root)
     if problems:
-        for p in problems:
+        for p in problems if not record.refused else ():      # else a consequence of what is said already
             record.refuse("", f"{p.what}: {p.why}{_suspects(p.what, record)}", p.fix)
         return None, None, None
     wanted = tensors(model)

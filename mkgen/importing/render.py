@@ -166,17 +166,17 @@ class Filler:
             self.record.refuse("", f"layer {outside[0]} is named, and layers go from 0 to {count - 1}")
         return [yes if i in test else no for i in range(count)]
 
-    def one_based(self, lists: dict[str, Any], count: int) -> list[str | None]:
-        """name -> list of layers counted from 1; together they name every layer once."""
+    def one_based(self, key: str, lists: dict[str, Any], count: int) -> list[str | None]:
+        """name -> list of layers counted from 1; together they name every layer once. key: where the config has them."""
         out: list[str | None] = [None] * count
         for name, numbers in lists.items():
             for n in numbers:
                 if not 1 <= n <= count or out[n - 1] is not None:
                     why = "twice" if 1 <= n <= count else f"although there are {count}"
-                    self.record.refuse("", f"the lists of layers (counted from 1) name layer {n} {why}")
+                    self.record.refuse(self.c.path(key), f"the lists of layers (counted from 1) name layer {n} {why}")
                     return []
                 out[n - 1] = name
         if None in out and count == len(out):
-            self.record.refuse("", f"the lists of layers (counted from 1) leave out layer {out.index(None) + 1}")
+            self.record.refuse(self.c.path(key), f"the lists of layers (counted from 1) leave out layer {out.index(None) + 1}")
             return []
         return out
