@@ -51,7 +51,8 @@ def build_section(config: Config, model: Model, chip: str, unquantised: set[str]
         notes["mesh"] = "no mesh that holds the weights can share them out evenly: choose other factors"
     chosen, note = in_vmem(model, replace(chosen, formats=how), target)
     notes |= {"ring_depth": note} if note else {}
-    rule = f"# The smallest mesh whose HBM holds the weights ({size / 1e9:,.1f} GB) in {SHARE:.0%} of it, and that can share out the model."
+    rule = (f"# The smallest mesh whose HBM holds the weights ({size / 1e9:,.1f} GB) in {SHARE:.0%} of it, and that can share out the "
+            "model.")
     return BuildSection(_entry(chosen), chosen, size, notes, {"mesh": [rule]})
 
 

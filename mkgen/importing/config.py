@@ -109,7 +109,7 @@ def rope_keys(c: Keys, record: Record, kind: str | None) -> Keys:
         for name, value in found.items():
             name = "rope_type" if name == "type" else name
             _put(entries, name, value, record)
-    for name in ("rope_theta", "partial_rotary_factor"):
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if name in c and not isinstance(c.value(name), (list, dict)):
             _put(entries, name, Found(c.path(name), c.value(name)), record)
     return Keys(entries, record, "the rope's part of the config")

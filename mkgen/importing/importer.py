@@ -10,7 +10,7 @@ from typing import Any
 from mkgen.errors import MkgenError
 from mkgen.importing.build import BuildSection, build_section
 from mkgen.importing.config import Config, given, read_config
-from mkgen.importing.listing import check_tensors, resolve
+from mkgen.importing.listing import check_tensors, names_beside, resolve
 from mkgen.importing.quant import QUANT_KEY
 from mkgen.importing.record import Record, Refusal, shown, unread
 from mkgen.importing.render import Filler, data_file, ignorable
@@ -58,7 +58,6 @@ def import_hf(path: str | Path, name: str | None = None, settings: tuple[str, ..
     """Imports the config.json at `path` (or in the folder `path`). Raises MkgenError; ImportRefused with all the reasons."""
     config = read_config(path)
     if names is None:
-        from mkgen.importing.listing import names_beside
         names = names_beside(Path(config.file))
     return import_config(replace(config, raw=given(config.raw, settings)), name, settings, ignore, model_only, chip, names)
 
@@ -210,6 +209,3 @@ def _checked(text: str, model: Model) -> str:
     assert not problems, f"{problems}\n{text}"
     assert again == model, f"the tidied spec differs:\n{again}\n{model}"
     return text
-
-
-__all__ = ["Imported", "ImportRefused", "Scalar", "identifier", "import_config", "import_hf"]

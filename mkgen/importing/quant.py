@@ -9,9 +9,9 @@ from typing import Any
 from mkgen.importing.config import Config
 from mkgen.importing.listing import names
 from mkgen.importing.record import Record, shown
-from mkgen.spec.checkpoint import parse
 from mkgen.spec.formats import FORMATS
 from mkgen.spec.model import Model
+from mkgen.spec.params import by_role
 from mkgen.spec.roles import Tensor, tensors
 
 QUANT_KEY = "quantization_config"
@@ -150,7 +150,8 @@ def formats(model: Model, q: Quantised, unquantised: set[str], record: Record) -
         how = _format(model, role, t, q, unquantised, record)
         (experts if t.per == "expert" else stored)[role] = how
     if len(set(experts.values())) > 1:
-        record.refuse(QUANT_KEY, f"stores the experts in several formats ({', '.join(sorted(set(experts.values())))}); they share one")
+        several = ", ".join(sorted(set(experts.values())))
+        record.refuse(QUANT_KEY, f"stores the experts in several formats ({several}); they share one")
     out = {"experts": next(iter(experts.values()))} if experts else {}
     common = max(dict.fromkeys(stored.values()), key=list(stored.values()).count, default="bf16")
     rest = common if common != "bf16" else "bf16"
@@ -191,18 +192,10 @@ def _matches(module: str, pattern: str) -> bool:
 def stored_bytes(model: Model, how: dict[str, str]) -> float:
     """Bytes of all weights in these formats, scales included. A tied head is stored once."""
     total = 0.0
-    for role, n in _counts(model).items():
+    for role, n in by_role(model).items():
         t = tensors(model)[role]
-        name = how.get("experts" if t.per == "expert" else role, how.get("rest", "bf16") if len(t.shape) == 2 and t.per != "expert" else "bf16")
-        f = FORMATS[name]
+        rest = how.get("rest", "bf16") if len(t.shape) == 2 and t.per != "expert" else "bf16"
+        f = FORMATS[how.get("experts" if t.per == "expert" else role, rest)]
         scale = {"": 0, "f32": 4, "bf16": 2, "e8m0": 1, "e4m3": 1}[f.scale]
         total += n * (f.bits / 8 + (scale * (1.25 if f.zero else 1) / f.group / f.block if f.group else 0))
     return total
-
-
-def _counts(model: Model) -> dict[str, int]:
-    from mkgen.spec.params import by_role
-    return by_role(model)
-
-
-__all__ = ["QUANT_KEY", "Quantised", "formats", "parse", "quantisation", "stored_bytes"]

@@ -136,7 +136,8 @@ class Filler:
         words = self.c.maybe(key)
         if words is NOTHING or isinstance(words, Missing):
             fix = f"if this is the model's, say so: --given {key}={hint}" if hint else f"add {key}"
-            self.record.refuse(self.c.path(key), "the config does not say which layer is of which kind, and a schedule is never guessed", fix)
+            why = "the config does not say which layer is of which kind, and a schedule is never guessed"
+            self.record.refuse(self.c.path(key), why, fix)
             return []
         if not isinstance(words, list):
             self.record.refuse(self.c.path(key), f"is {shown(words)}, not a list with one entry a layer")
