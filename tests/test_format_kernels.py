@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from mkgen.spec.model import Gqa, Mlp, Rope
+from mkgen.spec.model import Gqa, Mlp, Moe, Rope
 from small_specs import prove_kernel, spec
 
 CASES = {
@@ -11,7 +11,22 @@ CASES = {
                          "attention*2", "mlp*2", hidden=384,
                          formats={"attention.q": "int8", "attention.k": "int8", "attention.v": "fp8", "attention.o": "fp8_block",
                                   "mlp.gate": "int4_g32_zero", "mlp.up": "int4_g64", "mlp.down": "nvfp4", "head": "mxfp4"}),
+    "experts": lambda: spec(1, {"attention": Gqa(heads=2, kv_heads=1, head_dim=32)}, {"moe": Moe(experts=4, top_k=2, width=160, latent=288)},
+                            "attention*2", "moe*2", hidden=256, activations="f32", formats={"experts": "mxfp4", "rest": "int8"}),
 }
+EXPERTS = {
+    ("int8", 2, "f32", (3,)), ("fp8_block", 2, "bf16", (3,)), ("nvfp4", 1, "f32", (8,)),
+    ("int4_g128", 2, "bf16", (8,)), ("int4_g32_zero_f16", 1, "bf16", (1, 8)), ("mxfp4", 1, "f32", (8,)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt, parallel, activations, rows", sorted(EXPERTS))
+def test_experts(fmt, parallel, activations, rows):
+    """Experts [320 -> 2 x 192 -> 320] on two ranks, by experts or by columns; the rank's 96 rows of down cut groups of 128."""
+    prove_kernel(spec(2, {"attention": Gqa(heads=2, kv_heads=1, head_dim=32)}, {"moe": Moe(experts=4, top_k=2, width=192)},
+                      "attention", "moe", hidden=320, activations=activations, rows=rows, expert_parallel=2 // parallel,
+                      tensor_parallel=parallel, formats={"experts": fmt}))
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ from ml_dtypes import bfloat16
 from mkgen.errors import MkgenError
 from mkgen.graph.weights import assemble
 from mkgen.pack import write
+from mkgen.pack import sections
+from mkgen.pack.coded import Coded, decode, encode
 from mkgen.pack.formats import dequantise_mxfp4, from_hub, pack_lanes, pack_panels, quantise_mxfp4
-from mkgen.pack.image import embedding_image, expert_image, put_expert, put_matrix, store_values, tape_image
+from mkgen.pack.image import embedding_image, expert_image, put_expert, put_matrix, tape_image
 from mkgen.pack.packed import load_packed
 from mkgen.pack.places import Home, TapePlaces, embedding_weight, expert_layers, expert_ranks, share
 from mkgen.pack.unpack import (embedding_from_images, expert_from_images, matrix_from_tape, vector_from_tape,
@@ -50,11 +52,12 @@ def test_round_trip(tmp_path, base, sizes, ranks, fmt):
             for name, value in zip(plan.experts[0].weights, values):
                 tensor, = tensor_names(plan, plan.weights[name], layer, e)
                 if fmt == "bf16":
-                    same(value, t[tensor].T)
+                    same(value.codes, t[tensor])
                     continue
                 stem = tensor.removesuffix(".weight")
-                for have, want in zip(value, from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"])):
-                    same(have, want)
+                codes, scales = from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"])
+                same(value.codes, codes.T)
+                same(value.scales, np.ldexp(np.float32(1), scales.T.astype(np.int32) - 127))
     assert figures["layout_hash"] == layout_hash(plan) == packed[0].manifest["layout_hash"]
     assert figures["bytes"] == sum(a.nbytes for p in packed for a in (p.tape, p.experts["experts"], p.embedding))
     assert not figures["rounded_to_bf16"] and not figures["converted"]
@@ -67,9 +70,10 @@ def test_the_files_are_the_images_in_memory(tmp_path, base, sizes, ranks, fmt):
     pack(plan, hub, tmp_path / "out")
 
     class Source(TensorParams):
-        def expert_mxfp4(self, weight, layer, e):
+        def expert_coded(self, weight, layer, e):
             stem = tensor_names(plan, weight, layer, e)[0].removesuffix(".weight")
-            return from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"])
+            codes, scales = from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"])
+            return Coded("mxfp4", codes.T, np.ldexp(np.float32(1), scales.T.astype(np.int32) - 127))
 
     source = Source(t, plan.spec.model.checkpoint)
     for rank, p in enumerate(load(plan, tmp_path / "out")):
@@ -223,7 +227,7 @@ def test_mxfp4_experts_as_bf16_are_exact(tmp_path):
     packed = [p.experts["experts"] for p in load(plan, tmp_path / "out")]
     stem = tensor_names(plan, plan.weights["moe.expert_down"], 2, 5)[0].removesuffix(".weight")
     want = dequantise_mxfp4(*from_hub(t[f"{stem}.weight_packed"], t[f"{stem}.weight_scale"]))
-    assert np.array_equal(expert_from_images(plan.experts[0], packed, 1, 5)[2].astype(np.float32), want)
+    assert np.array_equal(decode(expert_from_images(plan.experts[0], packed, 1, 5)[2]).T, want)
     assert not figures["rounded_to_bf16"]
 
 
@@ -237,8 +241,9 @@ def test_bf16_experts_as_mxfp4_only_where_exact_or_asked_for(tmp_path):
     figures = pack(plan, hub, tmp_path / "out", convert=True)
     assert sum(g["tensors"] for g in figures["converted"]["mxfp4"].values()) == len(expert_names(plan.spec.model))
     gate, *_ = expert_from_images(plan.experts[0], [p.experts["experts"] for p in load(plan, tmp_path / "out")], 0, 3)
-    for have, want in zip(gate, quantise_mxfp4(t[tensor_names(plan, plan.weights["moe.expert_gate"], 1, 3)[0]].T)):
-        same(have, want)
+    codes, scales = quantise_mxfp4(t[tensor_names(plan, plan.weights["moe.expert_gate"], 1, 3)[0]].T)
+    same(gate.codes, codes.T)
+    same(gate.scales, np.ldexp(np.float32(1), scales.T.astype(np.int32) - 127))
     for name in expert_names(plan.spec.model):
         t[name] = np.ascontiguousarray(dequantise_mxfp4(*quantise_mxfp4(t[name].T)).T).astype(bfloat16)
     assert not pack(plan, checkpoint(tmp_path / "exact", t), tmp_path / "out2")["converted"]
@@ -250,22 +255,21 @@ def test_k_that_is_no_whole_group_is_padded():
     rng = np.random.default_rng(5)
     rows = np.zeros((image.rows, 128), np.uint32)
     down = rng.standard_normal((45, 70), np.float32)
-    put_expert(image, rows, 2, 0, store_values("mxfp4", down))
-    *_, (codes, scales) = expert_from_images(image, [rows[None]], 0, 0)
-    back = dequantise_mxfp4(codes, scales)
-    assert back.shape == (64, 70) and not back[45:].any()
+    put_expert(image, rows, 2, 0, encode("mxfp4", down.T))
     padded = np.zeros((64, 70), np.float32)
     padded[:45] = down
-    assert np.array_equal(back, dequantise_mxfp4(*quantise_mxfp4(padded)))
+    back = decode(sections.take(rows, image.down, 64, 70)).T
+    assert not back[45:].any() and np.array_equal(back, dequantise_mxfp4(*quantise_mxfp4(padded)))
+    assert np.array_equal(decode(expert_from_images(image, [rows[None]], 0, 0)[2]).T, back[:45])
 
     image = plan_experts("experts", "moe", "mxfp4", 1, 1, 1, 2, 64, 80, 70, ("gate", "up", "down"))     # shares of 64 and 16
     assert (image.width, image.whole_width) == (64, 80)
     halves, down = np.zeros((2, 1, image.rows, 128), np.uint32), rng.standard_normal((80, 70), np.float32)
     for part, half in enumerate(halves):
-        put_expert(image, half[0], 2, part, store_values("mxfp4", down))
-    back = dequantise_mxfp4(*expert_from_images(image, list(halves), 0, 0)[2])
-    assert np.array_equal(back[:80], dequantise_mxfp4(*quantise_mxfp4(np.pad(down, ((0, 16), (0, 0)))))[:80])
-    assert not back[80:].any()
+        put_expert(image, half[0], 2, part, encode("mxfp4", down.T))
+    back = decode(expert_from_images(image, list(halves), 0, 0)[2]).T
+    assert np.array_equal(back, dequantise_mxfp4(*quantise_mxfp4(np.pad(down, ((0, 16), (0, 0)))))[:80])
+    assert not sections.take(halves[1, 0], image.down, 64, 70).codes[:, 16:].any()
 
 
 def test_who_holds_an_expert(tmp_path):

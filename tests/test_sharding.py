@@ -7,6 +7,7 @@ import pytest
 from mkgen.graph.build import build_graph
 from mkgen.pack.image import expert_image, tape_image
 from mkgen.pack.places import TapePlaces
+from mkgen.pack.coded import decode
 from mkgen.pack.unpack import expert_from_images, weight_from_tapes
 from mkgen.plan.padding import paddings
 from mkgen.plan.planner import make_plan
@@ -101,10 +102,11 @@ def test_packed_shares_hold_every_true_weight_and_nothing_else(name):
     codes = 0
     for e in range(plan.experts[0].experts):
         for which, (family, got) in enumerate(zip(plan.experts[0].weights, expert_from_images(plan.experts[0], images, 1, e))):
-            want = params.expert_mxfp4(plan.weights[family], 1, e) if name == "mxfp4" else params.expert(plan.weights[family], 1, e)
-            for a, b in zip(got, want) if name == "mxfp4" else [(got.astype(np.float32), want)]:
-                assert np.array_equal(a, b), (family, e, which)
-            codes += np.count_nonzero(got[0] if name == "mxfp4" else got)
+            if name == "mxfp4":
+                want = params.expert_coded(plan.weights[family], 1, e)
+                assert np.array_equal(got.codes, want.codes) and np.array_equal(got.scales, want.scales), (family, e, which)
+            assert np.array_equal(decode(got).T, params.expert(plan.weights[family], 1, e)), (family, e, which)
+            codes += np.count_nonzero(got.codes)
     if name == "bf16":                       # two values a word: everything else in the images is zero
         held = sum(np.count_nonzero(image.view(np.uint16)[image.shape[0] // 2:]) for image in images)
         assert held == codes

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkgen.plan.plan import Plan
-from mkgen.plan.section import Section, few_rows, widens
+from mkgen.plan.section import DEPTH, Section, few_rows, widens
 from mkgen.spec.formats import FORMATS
 
 DTYPES = {"int8": "jnp.int8", "e4m3": "jnp.float8_e4m3fn", "int4": "jnp.int4", "e2m1": "jnp.float4_e2m1fn"}
@@ -16,11 +16,17 @@ def constant(fmt: str, group: int) -> str:
     return fmt.upper() + finer
 
 
+def left_operand(ref: str, of) -> str:
+    """Source text of the left operand of a Matrix or Section: with its sums, where there are zero points."""
+    return f"({ref}, {ref}_sums)" if FORMATS[of.format].zero else ref
+
+
 @dataclass(frozen=True)
 class Coded:
     """Of a plan: its sections with scales of groups, on the tape and among the experts."""
     sections: tuple[Section, ...]
     terms: int
+    on_tape: bool
 
     @property
     def kinds(self) -> list[tuple[str, int]]:
@@ -52,10 +58,13 @@ class Coded:
         return "" if "e2m1" not in codes else "all" if len(codes) == 1 else "some"
 
     @property
-    def fields(self) -> set[str]:
-        """Of a Format, beyond those that all have."""
-        has = {"scale": len(self.scales) > 1, "zero": self.zeros, "widen": self.widens, "columns": self.columns}
-        return {name for name, needed in has.items() if needed}
+    def rowwise(self) -> bool:
+        return self.has(lambda fmt, group: few_rows(fmt, group, self.terms) > 0)
+
+    @property
+    def short(self) -> bool:
+        """Is there a K that is no whole number of dots?"""
+        return any(s.k % DEPTH for s in self.sections)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -63,16 +72,16 @@ class Coded:
         return {constant(fmt, group): self.arguments(fmt, group) for fmt, group in self.kinds}
 
     def arguments(self, fmt: str, group: int) -> str:
-        f, fields = FORMATS[fmt], self.fields
-        args = [DTYPES[f.code], str(32 // f.bits), str(group), *([f'"{f.scale}"'] if "scale" in fields else []),
-                str(few_rows(fmt, group, self.terms))]
+        f = FORMATS[fmt]
+        args = [DTYPES[f.code], str(32 // f.bits), str(group), *([f'"{f.scale}"'] if len(self.scales) > 1 else []),
+                *([str(few_rows(fmt, group, self.terms))] if self.rowwise else [])]
         flags = {"zero": f.zero, "widen": widens(fmt, group), "columns": f.tensor_scale}
         return ", ".join(args + [f"{name}=True" for name, on in flags.items() if on])
 
-    def section(self, s: Section, at: int = 0, wide: int | None = None) -> str:
-        """Source text of a section whose rows begin `at` rows further down; wide: all panels at once if None."""
-        args = [constant(s.format, s.group), *map(str, (s.at + at, s.k, s.panels, s.panel_rows, s.scales_at + at, s.scale_rows,
-                                                        wide or s.panels))]
+    def section(self, s: Section, at: int = 0) -> str:
+        """Source text of a section whose rows begin `at` rows further down."""
+        args = [constant(s.format, s.group), *map(str, (s.at + at, s.k, s.panels, s.scales_at + at, s.scale_rows,
+                                                        s.wide))]
         if s.kind.zero:
             args += [f"zeros_at={s.zeros_at + at}", f"zero_rows={s.zero_rows}"]
         if s.column_rows:
@@ -81,5 +90,6 @@ class Coded:
 
 
 def coded(plan: Plan) -> Coded:
-    sections = [m.section for m in plan.matrices.values() if m.group]
-    return Coded(tuple(sections), 2 if plan.spec.build.activations == "f32" else 1)
+    streamed = [m.section for m in plan.matrices.values() if m.group]
+    routed = [s for image in plan.experts for s in (image.up, image.down) if s.group]
+    return Coded((*streamed, *routed), 2 if plan.spec.build.activations == "f32" else 1, bool(streamed))

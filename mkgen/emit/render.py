@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mkgen.emit.coded import DTYPES, coded, constant
+from mkgen.emit.coded import DTYPES, coded, constant, left_operand
 from mkgen.emit.printer import Printer
 from mkgen.emit.prune import prune
 from mkgen.graph.ops.cache import Seen
@@ -47,7 +47,7 @@ def libraries(plan: Plan) -> list[str]:
     kinds = {op.kind for sub in plan.graph.sublayers() for op in sub.ops}
     wanted = (("recurrence", {"short_conv", "recurrence"}), ("rope", {"rope_table"}), ("attention", {"gqa_attention", "mla_attention"}),
               ("gqa", {"gqa_attention"}), ("mla", {"mla_attention", "mla_rope", "spread_key"}), ("experts", {"routed_experts"}))
-    return ["coded"] * bool(coded(plan).sections) + [name for name, needs in wanted if kinds & needs]
+    return ["coded"] * coded(plan).on_tape + [name for name, needs in wanted if kinds & needs]
 
 
 def function(r: Region) -> str:
@@ -99,7 +99,7 @@ def render_kernel(plan: Plan) -> str:
     missing = [any(run[i] is None for run in plan.graph.layers) for i in (0, 1)]
     functions = {r.name: function(r) for r in regions}
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
-    env.globals.update(rounding(plan), coded=coded(plan), constant=constant, code_dtype=lambda fmt: DTYPES[FORMATS[fmt].code])
+    env.globals.update(rounding(plan), coded=coded(plan), constant=constant, left_operand=left_operand, code_dtype=lambda fmt: DTYPES[FORMATS[fmt].code])
     text = env.get_template("kernel.py.j2").render(
         plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
         local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),

@@ -22,16 +22,14 @@ from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 from mkgen.plan.tape import Matrix, Vector
 
-BITS = {"bf16": 16, "mxfp4": 4}              # of one weight in an expert image
 
 
 class Source(Protocol):
     """Logical weights: matrices [K, N], vectors [n], taps [taps, n], tables [vocab, hidden], an expert's matrix [K, N].
 
-    May also have `coded(weight, layer) -> Coded` of a matrix that the plan stores in another format than bf16; else it is encoded.
+    May also have `coded(weight, layer) -> Coded` of a matrix that the plan stores in another format than bf16, and
+    `expert_coded(weight, layer, e)` likewise; else they are encoded.
 
-    May also have `expert_mxfp4(weight, layer, e) -> (codes u8 [K, N], e8m0 scales u8 [K/32, N])`; else experts are
-    quantised.
     """
 
     def weight(self, weight: Weight, layer: int) -> np.ndarray: ...
@@ -54,17 +52,15 @@ def expert_image(plan: Plan, image: ExpertImage, rank: int, source: Source) -> n
     """u32 [layers * local_experts, rows, 128] of one rank and kind of experts."""
     out = np.zeros(image.shape, np.uint32)
     first, part = rank // image.tensor_parallel * image.local_experts, rank % image.tensor_parallel
-    packed = image.format == "mxfp4" and hasattr(source, "expert_mxfp4")
+    packed = image.format != "bf16" and hasattr(source, "expert_coded")
     for i, layer in enumerate(expert_layers(plan, image)):
         for e in range(max(0, min(image.local_experts, image.experts - first))):
             for which, name in enumerate(image.weights):
                 weight = plan.weights[name]
-                if packed:
-                    stored = store_codes(*source.expert_mxfp4(weight, layer, first + e))
-                else:
-                    stored = store_values(image.format, source.expert(weight, layer, first + e))
+                coded = source.expert_coded(weight, layer, first + e) if packed else encode(
+                    image.format, source.expert(weight, layer, first + e).T)
                 for p in range(image.pieces):
-                    put_expert(image, out[image.slot(i, e, p)], which, part * image.pieces + p, stored)
+                    put_expert(image, out[image.slot(i, e, p)], which, part * image.pieces + p, coded)
             for which, name in enumerate(image.biases):
                 bias = source.expert(plan.weights[name], layer, first + e)
                 for p in range(image.pieces):
@@ -176,53 +172,23 @@ def put_vector(tape: np.ndarray, entries: list[tuple[None, int]], home: Home, lo
 
 # -- experts ---------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Stored:
-    """A whole matrix of one expert as it is stored: K in memory order, as a checkpoint has it."""
-    format: str
-    data: np.ndarray                         # u8 [N, bytes of K]
-    scales: np.ndarray | None                # e8m0 u8 [N, groups of K]
+def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, coded: Coded) -> None:
+    """Part `part` (rank by rank, piece by piece) of the which-th of `image.weights` [N, K] into a piece's u32 [image.rows, 128].
 
-
-def store_codes(codes: np.ndarray, scales: np.ndarray) -> Stored:
-    """u8 codes [K, N], e8m0 scales [K/32, N] -> Stored."""
-    return Stored("mxfp4", *formats.to_hub(codes, scales))
-
-
-def store_values(fmt: str, w: np.ndarray) -> Stored:
-    """W[K, N] of any float dtype -> Stored, rounded to `fmt`: bf16, or mxfp4 with K padded to whole groups."""
-    if fmt == "bf16":
-        return Stored(fmt, np.ascontiguousarray(as_bf16(w.T)).view(np.uint8), None)
-    padded = _widened(w.T, -(-len(w) // GROUP) * GROUP).T
-    return store_codes(*formats.quantise_mxfp4(padded))
-
-
-def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, stored: Stored) -> None:
-    """Part `part` (rank by rank, piece by piece) of the which-th of `image.weights` into a piece's u32 [image.rows, 128].
-
-    Gate and up are cut by columns, down by rows: at whole groups of mxfp4, see plan_experts.
+    Gate and up are cut by columns, down by rows, where a scale begins: see plan_experts.
     """
-    if stored.format != image.format:
-        raise ValueError(f"{stored.format} into an image of {image.format}")
-    (section, first, panels), data, scales = image.place(which), stored.data, stored.scales
+    if coded.format != image.format:
+        raise ValueError(f"{coded.format} into an image of {image.format}")
+    section, first, panels = image.place(which)
     mine = slice(part * image.width, (part + 1) * image.width)
     if section is image.up:
-        data, scales = data[mine], scales if scales is None else scales[mine]
+        coded = coded.outputs(mine.start, mine.stop)
+    elif mine.start < coded.shape[1]:
+        coded = coded.regrouped(section.group).inputs(mine.start, mine.stop)
     else:
-        bits = BITS[image.format]
-        data = data[:, mine.start * bits // 8:-(-mine.stop * bits // 8)]
-        if scales is not None:
-            scales = scales[:, mine.start // GROUP:-(-mine.stop // GROUP)]
-
-    def view(at: int, depth: int) -> np.ndarray:
-        return rows[at + first * depth:at + (first + panels) * depth].reshape(panels, depth, LANES)
-
-    words = _widened(data, 4 * section.panel_rows).view(np.uint32)
-    put_columns(view(section.at, section.panel_rows), words, 0)
-    if scales is not None:
-        target = view(section.scales_at, section.scale_rows)
-        target[...] = np.uint32(formats.ONE * 0x01010101)                        # of padded columns
-        put_columns(target, _widened(scales, 4 * section.scale_rows, formats.ONE).view(np.uint32), 0)
+        return                               # the last ranks' share may be padding alone
+    check(coded, image.weights[which])
+    sections.put(rows, section, coded, 0, first)
 
 
 def put_expert_bias(image: ExpertImage, rows: np.ndarray, which: int, part: int, bias: np.ndarray) -> None:
@@ -235,13 +201,13 @@ def put_expert_bias(image: ExpertImage, rows: np.ndarray, which: int, part: int,
 
 
 def put_expert_everywhere(image: ExpertImage, images: dict[int, np.ndarray], index: int, expert: int, which: int,
-                          stored: Stored | np.ndarray) -> None:
+                          value: Coded | np.ndarray) -> None:
     """One matrix (or bias) of `expert` of the kind's index-th layer into all `images` (rank -> image) that hold a part."""
-    put = put_expert if isinstance(stored, Stored) else put_expert_bias
+    put = put_expert if isinstance(value, Coded) else put_expert_bias
     for part, rank in enumerate(expert_ranks(image, expert)):
         if rank in images:
             for p in range(image.pieces):
-                put(image, images[rank][image.slot(index, expert, p)], which, part * image.pieces + p, stored)
+                put(image, images[rank][image.slot(index, expert, p)], which, part * image.pieces + p, value)
 
 
 # -- the embedding table ---------------------------------------------------------------------------------------------

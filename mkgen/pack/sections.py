@@ -36,10 +36,12 @@ def take(rows: np.ndarray, s: Section, k: int, n: int, at: int = 0, panel: int =
 
     f, words = s.kind, part(s.at, s.panel_rows)
     if f.bits == 4:
-        codes = np.stack([words.view(np.uint8) & 15, words.view(np.uint8) >> 4], axis=2).reshape(n, -1)[:, :k]
+        codes = np.stack([words.view(np.uint8) & 15, words.view(np.uint8) >> 4], axis=2).reshape(len(words), s.k)[:, :k]
         codes = (codes + OFFSET) & 15 if f.zero else codes
     else:
-        codes = words.view(np.int8 if f.code == "int8" else np.uint8)[:, :k]
+        codes = words.view({"int8": np.int8, "bf16": STORED["bf16"]}.get(f.code, np.uint8))[:, :k]
+    if f.code == "bf16":
+        return Coded(s.format, codes, np.zeros((n, 0), np.float32))
     column = part(s.columns_at, 1).view(np.float32) if s.column_rows else np.ones((n, 1), np.float32)
     if f.column:
         return Coded(s.format, codes, column)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -99,36 +100,20 @@ def embedding_from_images(plan: Plan, images: Sequence[np.ndarray]) -> np.ndarra
     return np.concatenate(parts).view(formats.bfloat16)
 
 
-def expert_from_images(image: ExpertImage, images: Sequence[np.ndarray], index: int, expert: int) -> list:
-    """The matrices of `expert` of the kind's index-th layer, from the expert images of all ranks.
-
-    Each is bf16 [K, N], or (u8 codes [K, N], e8m0 scales [groups, N]) with down's K padded to whole groups.
-    """
-    matrices = []
+def expert_from_images(image: ExpertImage, images: Sequence[np.ndarray], index: int, expert: int) -> list[Coded]:
+    """The matrices [N, K] of `expert` of the kind's index-th layer, from the expert images of all ranks."""
     held = [images[r][image.slot(index, expert, p)] for r in expert_ranks(image, expert) for p in range(image.pieces)]
-    for which in range(len(image.weights)):
-        parts = [_expert_matrix(image, rows, which) for rows in held]
-        axis = 1 if image.place(which)[0] is image.up else 0
-        wide = image.whole_width                     # the last ranks' parts end in padding
-        if image.format == "bf16":
-            matrices.append(np.concatenate(parts, axis).take(range(wide), axis))
-            continue
-        codes, scales = (np.concatenate([p[i] for p in parts], axis) for i in range(2))
-        groups = -(-wide // formats.GROUP)
-        matrices.append((codes[:, :wide], scales[:, :wide]) if axis else (codes[:groups * formats.GROUP], scales[:groups]))
-    return matrices
+    return [_expert_matrix(image, held, which) for which in range(len(image.weights))]
 
 
-def _expert_matrix(image: ExpertImage, rows: np.ndarray, which: int):
-    """A rank's part of the which-th of `image.weights`, without its padding."""
-    section, first, panels = image.place(which)
-    width, n = image.out if section is image.down else image.width, panels * LANES
-
-    def cut(at: int, depth: int) -> np.ndarray:
-        return rows[at + first * depth:at + (first + panels) * depth]
-
-    codes = cut(section.at, section.panel_rows)
-    if image.format == "bf16":
-        return formats.unpack_panels(codes, section.k, n)[:image.width if section is image.down else image.k, :width]
-    scales = formats.unpack_scales(cut(section.scales_at, section.scale_rows), section.k, n)
-    return formats.unpack_codes(codes, section.k, n)[:, :width], scales[:, :width]
+def _expert_matrix(image: ExpertImage, held: Sequence[np.ndarray], which: int) -> Coded:
+    """The which-th matrix from the pieces of the ranks that share an expert; none of their padding."""
+    (section, first, _), parts = image.place(which), []
+    for part, rows in enumerate(held):
+        width = max(0, min(image.whole_width - part * image.width, image.width))     # the last ranks' parts end in padding
+        n, k = (width, image.k) if section is image.up else (image.out, width)
+        parts.append(sections.take(rows, section, k, n, 0, first))
+    axis = 0 if section is image.up else 1
+    join = lambda of: None if of(parts[0]) is None else np.concatenate([of(c) for c in parts], axis)
+    scales = parts[0].scales if axis and not section.group else join(lambda c: c.scales)         # of columns: the same everywhere
+    return replace(parts[0], codes=join(lambda c: c.codes), scales=scales, zeros=join(lambda c: c.zeros))

@@ -20,10 +20,10 @@ import numpy as np
 
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Weight
-from mkgen.pack.coded import Coded
+from mkgen.pack.coded import Coded, encode
 from mkgen.pack.expect import Source, match
 from mkgen.pack.hub import Checkpoint
-from mkgen.pack.image import Stored, put_embedding, put_expert_everywhere, put_weight, store_codes, store_values
+from mkgen.pack.image import put_embedding, put_expert_everywhere, put_weight
 from mkgen.pack.journal import Partial
 from mkgen.pack.packed import FORMAT, MANIFEST, check_space, check_target, file_name
 from mkgen.pack.places import TapePlaces, embedding_weight, expert_layers, shapes
@@ -218,17 +218,8 @@ def put(plan: Plan, places: TapePlaces, images: dict[str, dict[int, np.ndarray]]
             put_weight(places, rank, tape, u.layer, u.weight.name, value)
     else:
         image = next(i for i in plan.experts if i.name == u.place)
-        value = value if u.format == "f32" else _stored(value)
+        value = value if u.format == "f32" or isinstance(value, Coded) else encode(u.format, value.T)
         put_expert_everywhere(image, images[image.name], u.index, u.expert, u.which, value)
-
-
-def _stored(value: np.ndarray | Coded) -> Stored:
-    if not isinstance(value, Coded):
-        return store_values("bf16", value)
-    n, k = value.shape
-    codes = np.zeros((n, value.scales.shape[1] * value.group), np.uint8)          # whole groups
-    codes[:, :k] = value.codes
-    return store_codes(codes.T, (np.frexp(value.scales)[1] + 126).astype(np.uint8).T)
 
 
 class _Sync:

@@ -4,30 +4,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkgen.errors import MkgenError
+from mkgen.plan.section import Section, stored_group
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES, ROW_BYTES
+from mkgen.spec.formats import FORMATS
 
-BLOCK_WEIGHTS = 3 * 2 ** 20            # enough to hide the drain of a dot behind the next one, little enough code
-GROUP = 32                               # K rows that share one scale
+SHARE = 32                               # K of codes in sections: 4 or 8 whole u32 rows
 OPERAND = "experts"                      # of the kernel; with the kind's name behind it, where there are several
-CODES = {"bf16": (2, 16, 1), "mxfp4": (8, GROUP, GROUP)}    # values a word; K is padded to; a rank's share is a multiple of
-
-
-@dataclass(frozen=True)
-class Section:
-    """One matrix [k, 128 panels] of the expert: its codes from row `at`, its scales (if any) from row `scales_at`."""
-    at: int
-    k: int
-    panels: int
-    panel_rows: int
-    scales_at: int
-    scale_rows: int                      # a panel
-
-    @property
-    def wide(self) -> int:
-        """Panels in one basic block: the most that divide evenly and hold at most BLOCK_WEIGHTS."""
-        most = max(1, BLOCK_WEIGHTS // (self.k * LANES))
-        return max(n for n in range(1, self.panels + 1) if self.panels % n == 0 and n <= most)
 
 
 @dataclass(frozen=True)
@@ -93,9 +76,10 @@ class ExpertImage:
     def true_bytes(self) -> int:
         """Of one expert: codes, scales and biases, no padding; the mean over the ranks that share it."""
         inner = len(self.weights) - 1
-        weights = (self.k * inner + self.out) * self.whole_width // self.tensor_parallel
-        biases = 4 * (inner * self.whole_width + self.out) // self.tensor_parallel if self.biases else 0
-        return biases + (weights * 2 if self.format == "bf16" else weights // 2 + weights // GROUP)
+        width, f = self.whole_width, FORMATS[self.format]
+        weights = inner * f.true_bytes(self.k, width) + f.true_bytes(width, self.out)
+        biases = 4 * (inner * width + self.out) if self.biases else 0
+        return (weights + biases) // self.tensor_parallel
 
     def place(self, which: int) -> tuple[Section, int, int]:
         """Where the which-th of `weights` lies: its section, its first panel there, its panels."""
@@ -130,19 +114,15 @@ def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expe
 def cut_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, pieces: int, k: int,
                 width: int, out: int, weights: tuple[str, ...], biases: tuple[str, ...]) -> ExpertImage:
     """The image with that many pieces."""
-    per_word, unit, share = CODES[fmt]
-    shares = tensor_parallel * pieces
-    local = width if shares == 1 else round_up(-(-width // shares), share)                    # no group lies in two pieces
-    row = 0
-    sections = []
+    f, shares = FORMATS[fmt], tensor_parallel * pieces
+    share = min(f.group, SHARE) or 1                     # the width of a piece is a multiple of it: no scale lies in two pieces
+    local = width if shares == 1 else round_up(-(-width // shares), share)
+    unit = 16 if fmt == "bf16" else SHARE
     inner = (len(weights) - 1) * round_up(local, LANES)
-    for depth, panels in ((round_up(k, unit), inner // LANES), (round_up(local, unit), round_up(out, LANES) // LANES)):
-        at, row = row, round_up(row + panels * depth // per_word, 8)
-        scale_rows, scales_at = 0, row
-        if fmt == "mxfp4":
-            scale_rows = -(-depth // (4 * GROUP))
-            row = round_up(row + panels * scale_rows, 8)
-        sections.append(Section(at, depth, panels, depth // per_word, scales_at, scale_rows))
-    bias_at, bias_rows = (row, sum(s.panels for s in sections)) if biases else (0, 0)
+    up = Section(fmt, f.group, 0, round_up(k, unit), inner // LANES)
+    cut = stored_group(fmt, [part * local for part in range(shares)])
+    down = Section(fmt, cut, up.end, round_up(local, unit), round_up(out, LANES) // LANES)
+    row = down.end
+    bias_at, bias_rows = (row, up.panels + down.panels) if biases else (0, 0)
     return ExpertImage(name, kind, fmt, layers, experts, -(-experts // expert_parallel), tensor_parallel, k, width, local, out,
-                       *sections, round_up(row + bias_rows, 8), weights, biases, bias_at, pieces)
+                       up, down, round_up(row + bias_rows, 8), weights, biases, bias_at, pieces)

@@ -9,9 +9,9 @@ from mkgen.errors import MkgenError
 from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Value, Weight
 from mkgen.plan.experts import ExpertImage
-from mkgen.plan.memory import Place, identifier
+from mkgen.plan.memory import ROWS_PADDED, Place, identifier
 from mkgen.plan.regions import Advance, Buffer, Start, Wait
-from mkgen.plan.section import DEPTH, LEAST_GROUP, left_rows, stored_group
+from mkgen.plan.section import DEPTH, LEAST_GROUP, Section, left_rows, stored_group
 from mkgen.plan.shard import local_units, unit_range
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
 from mkgen.spec.formats import FORMATS
@@ -210,6 +210,16 @@ class Weights:
         shared = Buffer(name, shape, dtype, "vmem", purpose)
         if self.memory.buffers.setdefault(name, shared) != shared:
             name = self.buffer(name + self.memory.experts[self.sub.name].suffix, shape, dtype, purpose)
+        return name
+
+    def expert_operand(self, name: str, s: Section) -> str:
+        """The left operand of an expert's matrix, as its format wants it."""
+        if not s.group:
+            return self.expert_buffer(name, (ROWS_PADDED, s.k), self.build.activations, "left operand")
+        rows, chunks = max(left_rows(s.format, s.group, r, self.terms) for r in self.build.rows), -(-s.k // DEPTH)
+        name = self.expert_buffer(name, (chunks, rows, DEPTH), "bf16", "left operand, block-diagonal")
+        if s.kind.zero:
+            self.buffer(f"{name}_sums", (chunks, rows, LANES), "f32", "sums of its groups, on every lane")
         return name
 
     def top_k(self, image: ExpertImage) -> int:

@@ -22,7 +22,8 @@ from mkgen.graph.ops.norm import Normalise
 from mkgen.graph.ops.qk import QkNormRope
 from mkgen.graph.weights import assemble
 from mkgen.pack.coded import Coded, decode, encode
-from mkgen.pack.formats import GROUP, ONE, VALUES, dequantise_mxfp4
+from mkgen.pack.formats import VALUES
+from mkgen.spec.formats import FORMATS
 from mkgen.spec.model import Spec
 
 CODE_SIZE = float(np.sqrt(np.mean(VALUES**2)))  # of an fp4 value, all codes alike
@@ -34,13 +35,10 @@ RESIDUAL_GATES = ("mixer.gate", "ffn.gate")
 
 
 class RandomParams:
-    """Logical weights as `reference.evaluate.Params` wants them, float32; `.expert_mxfp4` for experts that are
-    stored so.
-    """
+    """Logical weights as `reference.evaluate.Params` wants them, float32; `coded` and `expert_coded` as they are stored."""
 
     def __init__(self, graph: LayerGraph, seed: int, spec: Spec):
         self.graph, self.seed, self.spec = graph, seed, spec
-        self.mxfp4 = spec.build.formats.get("experts", "bf16") == "mxfp4"
         self._ends = {w.name for sub in (graph.begin, graph.end) for op in sub.ops for w in op.weights()}
         ops = [op for sub in graph.sublayers() for op in sub.ops]
         self._weights = [w for op in ops for w in op.weights()]
@@ -61,16 +59,16 @@ class RandomParams:
         """[K, N] of one expert."""
         return self._expert(weight, layer, expert)
 
-    def expert_mxfp4(self, weight: Weight, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same as u8 codes [K, N] and e8m0 scales [K / 32, N]."""
+    def expert_coded(self, weight: Weight, layer: int, expert: int) -> Coded:
+        """The same as it is stored, [N, K]; of mxfp4, every code there is."""
         _, k, n = weight.shape
-        rng = self._rng(weight, layer, expert)
+        fmt, rng = format_of(self.spec.build, weight), self._rng(weight, layer, expert)
+        if fmt != "mxfp4":
+            return encode(fmt, rng.standard_normal((n, k)) / math.sqrt(k))
         exponent = round(math.log2(1 / (CODE_SIZE * math.sqrt(k))))
-        groups = -(-k // GROUP)                      # the last one may be short
-        codes = rng.integers(0, 16, (groups * GROUP, n), dtype=np.uint8)
-        scales = ONE + exponent + rng.integers(-1, 2, (groups, n))
-        codes[k:] = 0
-        return codes, scales.astype(np.uint8)
+        codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
+        exponents = exponent + rng.integers(-1, 2, (n, -(-k // FORMATS[fmt].group)))
+        return Coded(fmt, codes, np.ldexp(np.float32(1), exponents))
 
     def _rng(self, weight: Weight, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(weight.name.encode()), *key])
@@ -78,8 +76,8 @@ class RandomParams:
     def _make_expert(self, weight: Weight, layer: int, expert: int) -> np.ndarray:
         if weight.assemble == "vector":  # a bias: large enough to be missed
             return _bf16(0.5 * self._rng(weight, layer, expert).standard_normal(weight.shape[1]))
-        if self.mxfp4:
-            return dequantise_mxfp4(*self.expert_mxfp4(weight, layer, expert))[: weight.shape[1]]
+        if format_of(self.spec.build, weight) != "bf16":
+            return decode(self.expert_coded(weight, layer, expert)).T
         _, k, n = weight.shape
         return _bf16(self._rng(weight, layer, expert).standard_normal((k, n)) / math.sqrt(k))
 

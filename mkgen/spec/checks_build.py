@@ -135,8 +135,6 @@ def formats(c: Checker) -> None:
                 "there is no packing of that name",
                 did_you_mean(fmt, FORMATS),
             )
-        elif family == "experts" and fmt not in ("bf16", "mxfp4"):
-            c.say(path, f"{fmt} for experts is not built yet", "there is no kernel for it", "write bf16 or mxfp4")
 
 
 def _matrix(c: Checker, path: tuple[str, ...], family: str, fmt: str) -> None:

@@ -187,11 +187,9 @@ class RoutedExperts(Op):
         wanted = b.expert_buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
         scratch = {"products": b.expert_buffer("expert_up", (8, image.up.panels * LANES), "f32",
                                                "gate | up of one expert" if image.gated else "up of one expert")}
-        for name, k in (("expert_x", image.up.k), ("expert_h", image.down.k)):
-            terms = 2 if b.build.activations == "f32" else 1
-            shape = (-(-k // 256), 64 * terms, 256) if image.format == "mxfp4" else (8, k)
-            scratch[name[-1]] = b.expert_buffer(name, shape, "bf16" if terms == 1 or len(shape) == 3 else "f32",
-                                                "left operand" + (", block-diagonal" if len(shape) == 3 else ""))
+        for name, section in (("expert_x", image.up), ("expert_h", image.down)):
+            scratch[name[-1]] = b.expert_operand(name, section)
+        sums = (f"{scratch['x']}_sums",) if image.up.kind.zero else ()
         if self.norm is not None or self.apart:
             scratch["whole"] = b.expert_buffer("expert_out", (8, image.down.panels * LANES), "f32", "output of one expert")
         target = "m.expert_slot.at[slot]" if image.rows == most else f"m.expert_slot.at[slot, pl.ds(0, {image.rows})]"
@@ -205,13 +203,13 @@ class RoutedExperts(Op):
                 b.start(copy, "m", "index", "i")
         x = b.read(self.x, "bf16")
         y = b.write(self.y, width=None if self.apart else image.down.panels * LANES, dtype="f32")
-        b.step(self, "experts", "begin", writes=(y.ref[2:], *(() if self.scale_input else (scratch["x"],))), y=y.ref,
+        b.step(self, "experts", "begin", writes=(y.ref[2:], *(() if self.scale_input else (scratch["x"], *sums))), y=y.ref,
                x=None if self.scale_input else x, operand=f"m.{scratch['x']}", image=image)
         b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
         weight = None if self.norm_weight is None else b.vector(self.norm_weight)
         with b.loop("routed_expert", "i", count, bound=image.pieces * min(image.local_experts, rows)):
             b.wait(copy, "m", "index", "i")
-            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", scratch["x"]),
+            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", scratch["x"], *sums),
                    writes=(y.ref[2:], *scratch.values()) if self.scale_input else (y.ref[2:], *(v for k, v in scratch.items() if k != "x")),
                    x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
                    norm=self.norm, apart=self.top_k if self.apart else 0, **b.activation(self.act, image.gated))
