@@ -10,6 +10,7 @@ from small_specs import prove_kernel, spec
 
 from mkgen.errors import MkgenError
 from mkgen.graph.build import build_graph
+from mkgen.pack.coded import decode
 from mkgen.pack.image import expert_image
 from mkgen.pack.unpack import expert_from_images
 from mkgen.plan.experts import plan_experts
@@ -45,9 +46,9 @@ def test_the_number_of_pieces_fits_the_slot_and_pads_least():
         assert i.rows * 512 <= 640 * 1024 and i.pieces * i.tensor_parallel * i.width >= i.whole_width
 
 
-@pytest.mark.parametrize("ranks, fmt", [(1, "bf16"), (2, "bf16"), (2, "mxfp4")])
+@pytest.mark.parametrize("ranks, fmt", [(1, "bf16"), (2, "bf16"), (2, "mxfp4"), (2, "int4_g128_zero")])
 def test_pieces_are_packed_and_unpacked(ranks, fmt):
-    case = made(ranks, 80 if fmt == "bf16" else 32, bias=True)
+    case = made(ranks, {"bf16": 80, "mxfp4": 32}.get(fmt, 40), bias=True)
     case = replace(case, build=replace(case.build, formats={"experts": fmt}))
     graph = build_graph(case)
     plan = make_plan(case, graph, load_target("tpu7x"))
@@ -58,8 +59,7 @@ def test_pieces_are_packed_and_unpacked(ranks, fmt):
         matrices = expert_from_images(image, images, index, expert)
         for name, got in zip(image.weights, matrices, strict=True):
             wanted = params.expert(plan.weights[name], index, expert)
-            if fmt == "bf16":
-                assert np.array_equal(got.astype(np.float32), wanted), name
+            assert np.array_equal(decode(got).T, wanted), name
 
 
 def test_a_slot_that_holds_no_piece_is_refused():

@@ -5,7 +5,6 @@ calls `tape_image`, `expert_image` and `embedding_image`. What no weight covers 
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Weight
 from mkgen.pack import formats, sections
 from mkgen.pack.coded import Coded, check, encode
-from mkgen.pack.formats import GROUP, LANES, as_bf16
+from mkgen.pack.formats import LANES, as_bf16
 from mkgen.pack.sections import put_columns
 from mkgen.pack.places import (Home, TapePlaces, embedding_run, embedding_weight, expert_layers, expert_ranks, shapes,
                                share)
