@@ -545,21 +545,27 @@ def mla_output(kv, v_up, heads, v_dim):
 
 # ---- routed experts ------------------------------------------------------------------------------
 
-class Section(NamedTuple):  # One matrix of an expert: fp4 codes, eight a word, panel after panel.
-    at: int  # first u32 row in the slot
+class Format(NamedTuple):  # How weights are stored, and how they are multiplied.
+    codes: object  # dtype
+    per_word: int
+    group: int  # k rows that share a scale
+    few: int  # up to so many decode rows, they are multiplied row after row
+
+class Section(NamedTuple):  # A matrix or a block of one: codes, then scales, panel after panel.
+    format: Format
+    at: int  # first u32 row
     k: int
     panels: int  # of 128 columns
-    panel_rows: int
     scales_at: int
     scale_rows: int  # a panel
     wide: int  # panels of one basic block: enough to hide the drain of a dot
 
-EXPERT_UP = Section(0, 3584, 12, 448, 5376, 28, 6)  # gate | up
-EXPERT_DOWN = Section(5712, 768, 28, 96, 8400, 6, 28)
+MXFP4 = Format(jnp.float4_e2m1fn, 8, 32, 6)
+EXPERT_UP = Section(MXFP4, 0, 3584, 12, 5376, 28, 6)  # gate | up
+EXPERT_DOWN = Section(MXFP4, 5712, 768, 28, 8400, 6, 28)
 LOCAL_EXPERTS = 112
 EXPERT_SLOTS = 4
-GROUP = 32  # k rows that share one e8m0 scale
-DEPTH = 256  # k rows of one block-diagonal dot: the depth of the MXU
+DEPTH = 256  # k rows of one dot: the depth of the MXU
 
 def first_expert(local):
     """The first of a rank's `local` experts; the ranks of one tensor-parallel group share them."""
@@ -615,54 +621,48 @@ def take_expert(m, wanted, i):
     m.expert_ids[i] = lowest.astype(i32)
     wanted[...] = jnp.where(left == lowest, float(left.shape[1]), left)
 
-def panel_part(m, slot, at, panel, panel_rows, skip, rows):
-    """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
-    start = at + panel * panel_rows + skip
-    start = pl.multiple_of(start, 8) if panel_rows % 8 == 0 else start
-    return m.expert_slot[slot, pl.ds(start, rows), :]
-
-def block_diagonal(ref, x):
-    """x [8, k] into ref[c], 256 of k each: row block j keeps the columns of group j, else zero."""
+def spread(m, left, x, f):
+    """x [8, k] -> left[c], 256 of k each, block-diagonal: a row keeps the columns of one group.
+    One dot over it gives the sum of each group by itself, to be scaled."""
     for c, part in enumerate(heads_of(x, DEPTH)):
         part, width = terms(part), part.shape[1]
-        group = lax.broadcasted_iota(i32, part.shape, 1) // GROUP
-        blocks = [jnp.where(group == j, part, 0.0) for j in range(width // GROUP)]
-        stack = jnp.concatenate(blocks, axis=0).astype(bf16)
-        ref[c, : len(blocks) * TERM_ROWS, :width] = stack
+        group = lax.broadcasted_iota(i32, (-(-width // f.group), width), 1) // f.group
+        if m.rows <= f.few:
+            own = group == lax.broadcasted_iota(i32, group.shape, 0)
+            lines = [r + t for r in range(m.rows) for t in (0, ROWS_PADDED)]
+            blocks = [jnp.where(own, part[j : j + 1], 0.0) for j in lines]
+        else:
+            blocks = [jnp.where(group[:1] == j, part, 0.0) for j in range(group.shape[0])]
+        stack = jnp.concatenate(blocks).astype(bf16)
+        left[c, : stack.shape[0], :width] = stack
 
-def e8m0(words, byte):
-    """That byte of each word as a power of two: the byte is the exponent field of an f32."""
-    shift = 23 - 8 * byte
-    words = words << u32(shift) if shift >= 0 else words >> u32(-shift)
-    return bitcast(words & u32(0x7F800000), f32)
+def coded_matmul(m, slots, slot, s, left, write):
+    """x W of the section s in slots[slot]: write(panel, width, part), s.wide panels at a time."""
+    f, rowwise = s.format, m.rows <= s.format.few
 
-def expert_matmul(m, slot, s, lhs, write):
-    """x W of one section: write(panel, width, f32 [8, width]); lhs is x, as block_diagonal left it.
-    A dot gives a row block for each group of 32; each is scaled by its own line, summed in f32."""
+    def some(trip, _):
+        def rows(at, each, skip, count):
+            starts = [at + (trip * s.wide + i) * each + skip for i in range(s.wide)]
+            starts = [pl.multiple_of(a, 8) if each % 8 == 0 else a for a in starts]
+            return jnp.concatenate([slots[slot, pl.ds(a, count), :] for a in starts], axis=1)
 
-    def group(trip, _):
-        p, wide = trip * s.wide, s.wide
+        words = rows(s.scales_at, s.scale_rows, 0, s.scale_rows)
+        scales = bitcast(bitcast(words, jnp.uint8).astype(u32) << 23, f32)  # an exponent
+        totals = [0.0] * (m.rows if rowwise else 1)
+        for c in range(s.k // DEPTH):
+            groups = DEPTH // f.group
+            words = rows(s.at, s.k // f.per_word, c * DEPTH // f.per_word, DEPTH // f.per_word)
+            scale = scales[c * DEPTH // f.group :][:groups]
+            w = bitcast(words, f.codes).astype(jnp.float8_e4m3fn)
+            y = dot(left[c, : groups * (2 * m.rows if rowwise else TERM_ROWS), :DEPTH], w)
+            for j, part in enumerate(jnp.split(y, m.rows if rowwise else groups)):
+                part = sum(jnp.split(part, 2)) * (scale if rowwise else scale[j : j + 1])
+                totals[j if rowwise else 0] += part
+        if rowwise:
+            totals = [jnp.sum(total, axis=0, keepdims=True) for total in totals]
+        write(trip * s.wide, s.wide * LANES, pad_rows(jnp.concatenate(totals)))
 
-        def part(at, rows, skip, count):
-            parts = [panel_part(m, slot, at, p + i, rows, skip, count) for i in range(wide)]
-            return jnp.concatenate(parts, axis=1)
-
-        scales = part(s.scales_at, s.scale_rows, 0, s.scale_rows)
-        scales = [e8m0(scales, byte) for byte in range(4)]
-        total = jnp.zeros((ROWS_PADDED, wide * LANES), f32)
-        for c in range(-(-s.k // DEPTH)):
-            depth = min(DEPTH, s.k - c * DEPTH)
-            w = part(s.at, s.panel_rows, c * DEPTH // 8, depth // 8)
-            w = bitcast(w, jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
-            groups = depth // GROUP
-            y = dot(lhs[c, : groups * TERM_ROWS, :depth], w)
-            for j in range(groups):
-                n = c * (DEPTH // GROUP) + j
-                scale = scales[n % 4][n // 4 : n // 4 + 1, :]
-                total += sum(jnp.split(y[j * TERM_ROWS : (j + 1) * TERM_ROWS], 2)) * scale
-        write(p, wide * LANES, total)
-
-    lax.fori_loop(0, s.panels // s.wide, group, None)
+    lax.fori_loop(0, s.panels // s.wide, some, None)
 
 def run_expert(m, i, route, y):
     """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
@@ -674,15 +674,15 @@ def run_expert(m, i, route, y):
     def add_down(panel, columns, down):
         y[:, lanes(panel * LANES, columns)] += weight * down
 
-    expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
+    coded_matmul(m, m.expert_slot, slot, EXPERT_UP, m.expert_x, write_up)
     gate = m.expert_up[:, :width]
     up = m.expert_up[:, 768 : 768 + width]
     h = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
-    block_diagonal(m.expert_h, h)
+    spread(m, m.expert_h, h, MXFP4)
     expert = first_expert(LOCAL_EXPERTS) + m.expert_ids[i]
     lane = lax.broadcasted_iota(i32, route.shape, 1)
     weight = jnp.sum(jnp.where(lane == expert, route[...], 0.0), axis=1, keepdims=True)
-    expert_matmul(m, slot, EXPERT_DOWN, m.expert_h, add_down)
+    coded_matmul(m, m.expert_slot, slot, EXPERT_DOWN, m.expert_h, add_down)
 
 # ---- copies --------------------------------------------------------------------------------------
 
@@ -1020,7 +1020,7 @@ def moe_ffn(m, layer, index, g):
     all_gather(m, m.latent_down_y[...], m.latent_in_whole, 112)
     # -- moe.experts
     m.routed[...] = jnp.zeros_like(m.routed)
-    block_diagonal(m.expert_x, m.latent_in_whole[...])
+    spread(m, m.expert_x, m.latent_in_whole[...], MXFP4)
     first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
     lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, m.wanted, i), None)
 
