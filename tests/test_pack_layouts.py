@@ -80,6 +80,23 @@ def test_convolutions_and_latents_out_of_one_tensor(tmp_path):
         same(got.tape, old.tape)
 
 
+def test_biases_of_stacked_experts(tmp_path):
+    roles = [f"moe.expert_{c}_bias" for c in ("gate", "up", "down")]
+    each = {r: f"model.layers.{{layer}}.e.{{expert}}.{r}" for r in roles}
+    stack = dict(zip(roles, (E + "gate_up_bias | each 2 0:1", E + "gate_up_bias | each 2 1:2", E + "down_bias")))
+    sizes = QWEN | {"ffns": {"moe": {**QWEN["ffns"]["moe"], "bias": True}}}
+    plan = plan_for(tmp_path / "each", each, sizes)
+    values = role_values(plan.spec.model)
+    pack(plan, checkpoint(tmp_path / "a", hub_tensors(plan.spec.model, values=values)), tmp_path / "each_out")
+    plan = plan_for(tmp_path / "stack", stack | LAYOUTS["stacked, turned, interleaved"], sizes)
+    t = hub_tensors(plan.spec.model, values=values)
+    assert t["model.layers.1.mlp.experts.gate_up_bias"].shape == (8, 76)
+    pack(plan, checkpoint(tmp_path / "b", t), tmp_path / "stack_out")
+    for got, old in zip(load(plan, tmp_path / "stack_out"), load(plan, tmp_path / "each_out")):
+        same(got.experts["experts"], old.experts["experts"])
+        assert got.experts["experts"].any()
+
+
 def test_a_stack_of_experts_is_read_one_at_a_time(tmp_path, monkeypatch):
     from mkgen.pack.hub import Checkpoint
     plan = plan_for(tmp_path, LAYOUTS["stacked, turned, interleaved"])

@@ -1,5 +1,7 @@
 """What packing refuses, and what it leaves behind when it does: all said at once, nothing written, nothing half."""
+import errno
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -140,6 +142,21 @@ def test_a_full_disk_is_noticed_first(tmp_path, monkeypatch):
     with pytest.raises(MkgenError, match="are to be written"):
         pack(plan, hub, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_disk_that_fills_up_while_the_files_are_made(tmp_path, monkeypatch):
+    plan, _, hub = make(tmp_path, ranks=4)
+    allocate, count = os.posix_fallocate, iter(range(99))
+
+    def full(fd, offset, size):
+        if next(count) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(fd, offset, size)
+    with monkeypatch.context() as m, pytest.raises(MkgenError, match="(?s)No space left on device, with .* make room"):
+        m.setattr(os, "posix_fallocate", full)
+        pack(plan, hub, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hub", "kimi_k3.yaml"]
+    pack(plan, hub, tmp_path / "out")
 
 
 def test_files_that_are_not_as_the_manifest_says(tmp_path):

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import ml_dtypes
@@ -80,15 +81,18 @@ class Checkpoint:
         """All tensor names, sorted."""
         return sorted(self._tensors)
 
-    @property
+    @cached_property
     def quantization(self) -> dict:
         """What the folder's config files say of how weights are quantised; {} if nothing."""
         found: dict = {}
         for file in CONFIGS:
             try:
                 config = json.loads((self.directory / file).read_text())
-                part = config if file == "quantize_config.json" else config.get("quantization_config", config.get("quantization"))
-                found = {**(part if isinstance(part, dict) else {}), **found}
+                inner = config.get("text_config") or {}
+                parts = [config] if file == "quantize_config.json" else [
+                    config.get("quantization_config"), inner.get("quantization_config"), config.get("quantization")]
+                for part in parts:
+                    found = {**(part if isinstance(part, dict) else {}), **found}
             except (OSError, ValueError, AttributeError):
                 continue                     # tensors say most themselves; a folder without these files will do
         return found

@@ -86,7 +86,11 @@ class Partial:
                     path.unlink()
             self._file.truncate(0)
             self._write(self.facts)
-            out = {name: new_array(self.path / name, shape) for name, shape in wanted.items()}
+            try:
+                out = {name: new_array(self.path / name, shape) for name, shape in wanted.items()}
+            except MkgenError:               # no room: what there was is given back
+                self.remove()
+                raise
             self._arrays = list(out.values())
             self._sync()
             _sync_folder(self.path)
