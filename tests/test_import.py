@@ -11,6 +11,7 @@ from conftest import ROOT
 from mkgen.cli import main
 from mkgen.importing import ImportRefused, import_hf
 from mkgen.importing.render import known_types
+from mkgen.spec.formats import FORMATS as STORED
 from mkgen.spec.load import load_spec
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
@@ -245,9 +246,9 @@ def test_what_a_spec_cannot_express_is_said_so(put, name):
 # -- stored formats -----------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("config, formats", [
-    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}, {"rest": "int4_g128"}),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}, {"rest": "int4_g128_f16"}),
     ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["o_proj"]},
-     {"rest": "int4_g64_zero", "attention.o": "bf16"}),
+     {"rest": "int4_g64_zero_f16", "attention.o": "bf16"}),
     ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": None}, {"rest": "fp8"}),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*mlp.*"], "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}}},
@@ -261,6 +262,7 @@ def test_formats(put, config, formats):
     made = import_hf(put(LLAMA, tie_word_embeddings=False, quantization_config=config))
     have = made.build.build.formats
     per_role = {r: have.get(r, have.get("rest", "bf16")) for r in made.model.checkpoint if not r.endswith("norm")}
+    assert all(f in STORED for f in have.values())
     want = {r: formats.get(r, formats.get("rest", "bf16") if r not in ("embed", "head") else "bf16") for r in per_role}
     assert per_role == want
 

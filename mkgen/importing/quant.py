@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from mkgen.importing.config import Config
@@ -11,7 +13,7 @@ from mkgen.importing.listing import names
 from mkgen.importing.record import Record, shown
 from mkgen.spec.formats import FORMATS
 from mkgen.spec.model import Model
-from mkgen.spec.params import by_role
+from mkgen.spec.params import copies
 from mkgen.spec.roles import Tensor, tensors
 
 QUANT_KEY = "quantization_config"
@@ -92,7 +94,7 @@ def _int4_name(bits: Any, group: Any, zero: bool, key: str, record: Record) -> s
     name = f"int{bits}_g{group}{'_zero' if zero else ''}"
     if name not in FORMATS:
         record.refuse(key, f"{bits} bits in groups of {group}{' with zero points' if zero else ''} is no format that can be stored",
-                      f"choose among {', '.join(f for f in FORMATS if f.startswith('int'))}, and pack with --convert")
+                      f"choose among {', '.join(f for f in FORMATS if f.startswith('int') and 'f16' not in f)}, and pack with --convert")
         return "bf16"
     return name
 
@@ -175,27 +177,38 @@ def _format(model: Model, role: str, t: Tensor, q: Quantised, unquantised: set[s
 
 
 def _skipped(module: str, q: Quantised) -> bool:
-    if q.wanted and not any(_matches(module, p) for p in q.wanted):
-        return True
-    return any(_matches(module, p) for p in q.skipped)
+    return bool(q.wanted) and not matches(module, q.wanted) or matches(module, q.skipped)
 
 
-def _matches(module: str, pattern: str) -> bool:
-    """compressed-tensors' `re:`; a shell pattern; a module's name, or a part of it that begins and ends at a dot."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    if any(ch in pattern for ch in "*?["):
-        return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, pattern + ".*")
-    return f".{pattern}." in f".{module}."
+def matches(module: str, patterns: tuple[str, ...]) -> bool:
+    """Whether one of the patterns means the module: compressed-tensors' `re:`, a shell pattern, or a module's name, whole or a part
+    that begins and ends at a dot."""
+    plain, compiled = _compiled(patterns)
+    parts = module.split(".")
+    runs = {".".join(parts[a:b]) for a in range(len(parts)) for b in range(a + 1, len(parts) + 1)}
+    return not plain.isdisjoint(runs) or any(p.match(module) for p in compiled)
 
 
-def stored_bytes(model: Model, how: dict[str, str]) -> float:
+@lru_cache
+def _compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern, ...]]:
+    """The plain names, and the rest as regular expressions."""
+    plain, compiled = set(), []
+    for p in patterns:
+        if p.startswith("re:"):
+            compiled.append(re.compile(p[3:]))
+        elif any(ch in p for ch in "*?["):
+            compiled += [re.compile(fnmatch.translate(p)), re.compile(fnmatch.translate(p + ".*"))]
+        else:
+            plain.add(p)
+    return frozenset(plain), tuple(compiled)
+
+
+def stored_bytes(model: Model, how: dict[str, str]) -> int:
     """Bytes of all weights in these formats, scales included. A tied head is stored once."""
-    total = 0.0
-    for role, n in by_role(model).items():
-        t = tensors(model)[role]
-        rest = how.get("rest", "bf16") if len(t.shape) == 2 and t.per != "expert" else "bf16"
-        f = FORMATS[how.get("experts" if t.per == "expert" else role, rest)]
-        scale = {"": 0, "f32": 4, "bf16": 2, "e8m0": 1, "e4m3": 1}[f.scale]
-        total += n * (f.bits / 8 + (scale * (1.25 if f.zero else 1) / f.group / f.block if f.group else 0))
+    total = 0
+    for role, t in tensors(model).items():
+        matrix, expert = len(t.shape) == 2, t.per == "expert"
+        name = how.get("experts" if expert else role, how.get("rest", "bf16") if matrix and not expert else "bf16")
+        one = FORMATS[name].true_bytes(t.shape[1], t.shape[0]) if matrix else 2 * math.prod(t.shape)
+        total += copies(model, t) * one
     return total
