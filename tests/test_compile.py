@@ -138,9 +138,11 @@ def test_verdict(qwen_plan):
     assert good.vmem_bytes == good.planned_vmem_bytes
     ring = next(n for n, a in enumerate(allocated) if a.bytes == max(x.bytes for x in allocated))
     larger = [dataclasses.replace(a, bytes=a.bytes + 4096) if n == ring else a for n, a in enumerate(allocated)]
-    reserve = qwen_plan.spec.build.spill_kib * 1024
-    spills = [*allocated, Allocation(SPILL, None, reserve + 1)]
-    assert spilled(spills) == reserve + 1
+    left = qwen_plan.target.vmem_usable_bytes - sum(qwen_plan.vmem(1).values())
+    assert left >= qwen_plan.spec.build.spill_kib * 1024
+    assert judge(qwen_plan, 1, got(qwen_plan), [*allocated, Allocation(SPILL, None, left)]).verdict == "pass"
+    spills = [*allocated, Allocation(SPILL, None, left + 1)]
+    assert spilled(spills) == left + 1
     for said, given, changes in (
             ("VMEM ", larger, {}), ("spills", spills, {}), ("copies states", allocated, {"temporary_bytes": 2**27}),
             ("HBM: planned", allocated, {"argument_bytes": 2**20}), ("boom", None, {"error": "boom"})):

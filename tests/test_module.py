@@ -217,11 +217,14 @@ def test_only_our_files_are_replaced(small, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [out]                      # nothing is left beside it
 
 
-def test_a_long_line_is_refused_and_nothing_written(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "render_kernel", lambda plan: "x = 1\ny = " + "1" * 97 + "\n")
-    with pytest.raises(module.LongLines, match=r"kernel\.py:2 has 101 columns"):
+def test_a_failure_writes_nothing(small, tmp_path, monkeypatch):
+    def broken(plan):
+        raise RuntimeError("the printed kernel is not Python")
+
+    monkeypatch.setattr(module, "render_kernel", broken)
+    with pytest.raises(RuntimeError, match="not Python"):
         module.write_module(small[1], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
 
 
 # -- the face -----------------------------------------------------------------------------------------------------------

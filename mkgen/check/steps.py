@@ -34,8 +34,15 @@ TOUCHES = {  # (template, macro): all others work in the scope that they stand i
 }
 BINDS = {("attention", "item"): ("i", "batch * KV_BATCH + j")}  # names that a step leaves to the nodes behind it
 SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))  # buffer or suffix: slot = this name mod the slots
-SCRATCH = {("experts", "expert"): ("expert_up", "expert_h", "expert_out")}  # what a step makes for itself
+OWN = ("expert_x", "expert_up", "expert_h", "expert_out")  # of an expert; with the kind behind, where kinds differ
 PLAIN = Touch()
+
+
+def scratch(step: Step, name: str) -> bool:
+    """Is it the step's own affair, made and read within it?"""
+    if (step.template, step.macro) != ("experts", "expert"):
+        return False
+    return name.removesuffix("_sums") in {own + suffix for own in OWN for suffix in ("", step.args["image"].suffix)}
 
 
 def box_of(ref: Ref, name: str, symbolic: tuple, scope: dict) -> Box:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mkgen.check.findings import Report
-from mkgen.check.steps import SCRATCH
+from mkgen.check.steps import scratch
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Step
 
@@ -51,7 +51,6 @@ class Values:
                 self.report.add("value", where, f"reads {name}", "no step before it in the sub-layer has made it")
             ledger.read.add((self.region, name))
             self.used.add(name)
-        scratch = SCRATCH.get((n.template, n.macro), ())
         for name in n.writes:
             if name in ledger.watched:
                 if name in self.used and self.made.get(name) == n.op:
@@ -61,7 +60,7 @@ class Values:
                     self.made[name] = n.op
                 if name in ledger.outputs:
                     self.written.add(name)
-                elif name not in scratch:
+                elif not scratch(n, name):
                     ledger.made.setdefault((self.region, name), where)
 
     def reduce(self, name: str, where: str) -> None:

@@ -14,25 +14,13 @@ from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Buffer
 from mkgen.plan.runs import as_numbers, as_python, fold
 
-COLUMNS = 100                            # of a line of generated Python
-
-
-class LongLines(RuntimeError):
-    """A template wrote a line that does not fit: a mistake in mkgen, not in a spec."""
-
 
 def module_files(plan: Plan) -> dict[str, str]:
-    """File name -> text of the whole module, in the order in which one reads it. Raises `LongLines`."""
+    """File name -> text of the whole module, in the order in which one reads it."""
     facts = host_facts(plan)
     env = environment()
     host, init = (tidy(env.get_template(f"{name}.py.j2").render(plan=plan, **facts)) for name in ("host", "init"))
-    files = {"__init__.py": init, "host.py": host, "kernel.py": render_kernel(plan), "plan.json": plan_text(plan)}
-    long = [f"  {name}:{n} has {len(line)} columns: {line.strip()}"
-            for name, text in files.items() if name.endswith(".py")
-            for n, line in enumerate(text.split("\n"), 1) if len(line) > COLUMNS]
-    if long:
-        raise LongLines("\n".join([f"internal error: lines of over {COLUMNS} columns in a generated module", *long]))
-    return files
+    return {"__init__.py": init, "host.py": host, "kernel.py": render_kernel(plan), "plan.json": plan_text(plan)}
 
 
 def write_module(plan: Plan, out_dir: str | Path) -> list[Path]:

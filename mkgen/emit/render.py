@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mkgen.emit.coded import DTYPES, coded, constant, left_operand
 from mkgen.emit.printer import Printer
 from mkgen.emit.prune import prune
+from mkgen.emit.wrap import wrap
 from mkgen.graph.ops.cache import Seen
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Buffer, Step, walk
@@ -114,10 +115,10 @@ def render_kernel(plan: Plan) -> str:
 
 
 def tidy(text: str) -> str:
-    """The text as `ruff format` lays it out, at most 100 columns wide, with one blank line between functions."""
+    """The text as `ruff format` lays it out, at most 100 columns wide (but for what has no place to break), with one blank line between functions."""
     command = [sys.executable, "-m", "ruff", "format", "--quiet", "--isolated", "--line-length", "100",
                "--config", "format.skip-magic-trailing-comma=true", "--stdin-filename", "kernel.py", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the printed kernel is not Python:\n{done.stderr}")
-    return done.stdout.replace("\n\n\n", "\n\n")
+    return wrap(done.stdout.replace("\n\n\n", "\n\n"))

@@ -97,17 +97,18 @@ def block_seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[flo
 
 def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target, fmt: str = "bf16",
                 group: int = 0, rows: int = 8, terms: int = 1) -> tuple[Matrix, str]:
-    """The layout and block shape whose blocks take least time in all, then least time on the MXU; and why, in a line.
+    """The layout and block shape whose blocks take least time in all, then fewest bytes, then least time on the MXU; and why, in
+    a line.
 
     k, widths: the rank's own. rows, terms: of the left operand, which decide what a block of groups costs."""
     n = sum(p.width for p in parts)
-    found: list[tuple[tuple[float, float], Matrix]] = []
+    found: list[tuple[tuple[float, int, float], Matrix]] = []
 
     def offer(layout: str, k_padded: int, n_padded: int, block_k: int, block_n: int) -> None:
         m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group)
         if m.block_rows <= slot_rows and m.block_rows % 8 == 0:
             copy, compute = block_seconds(m, target, rows, terms)
-            found.append(((round(m.blocks * max(copy, compute) * 1e9), m.blocks * compute), m))
+            found.append(((round(m.blocks * max(copy, compute) * 1e9), m.rows, m.blocks * compute), m))
 
     k_whole = round_up(k, depth_unit(fmt))
     # a part of K is read from the activations at a multiple of 128 lanes (of a whole dot of groups), and never beyond their width
@@ -118,10 +119,10 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
         for wide in divisors(panels + extra):
             for block_k in k_cuts:
                 offer("panels", k_whole, (panels + extra) * LANES, block_k, wide * LANES)
-    if k % LANES == 0 and n % LANES and not group:
-        n_whole = round_up(n, 256 // FORMATS[fmt].bits)
-        for cut in divisors(k // LANES):
-            offer("lanes", k, n_whole, k // cut, n_whole)
+    if n % LANES and not group:
+        k_whole, n_whole = round_up(k, LANES), round_up(n, 256 // FORMATS[fmt].bits)
+        for cut in divisors(k // LANES) if k == k_whole else [1]:
+            offer("lanes", k_whole, n_whole, k_whole // cut, n_whole)
     if not found:
         raise MkgenError(f"{name}: no block of [{k}, {n}] fits into build.block_kib = {slot_rows // 2}\n"
                          f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
@@ -129,9 +130,9 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     return found[0][1], reason(found, lambda m: block_seconds(m, target, rows, terms))
 
 
-def reason(found: list[tuple[tuple[float, float], Matrix]], seconds: Callable[[Matrix], tuple[float, float]]) -> str:
+def reason(found: list[tuple[tuple[float, int, float], Matrix]], seconds: Callable[[Matrix], tuple[float, float]]) -> str:
     """The choice in a line: its time, what bounds it, and the best of another layout or block shape."""
-    def told(cost: tuple[float, float], m: Matrix) -> str:
+    def told(cost: tuple[float, int, float], m: Matrix) -> str:
         stored = "" if m.format == "bf16" else f"{m.format}, "
         return f"{stored}{m.layout}, {m.blocks} x [{m.block_k}, {m.block_n}], {cost[0] / 1e3:.2f} us"
 

@@ -189,7 +189,7 @@ class RoutedExperts(Op):
                                                "gate | up of one expert" if image.gated else "up of one expert")}
         for name, section in (("expert_x", image.up), ("expert_h", image.down)):
             scratch[name[-1]] = b.expert_operand(name, section)
-        sums = (f"{scratch['x']}_sums",) if image.up.kind.zero else ()
+        operand = (scratch["x"], *([f"{scratch['x']}_sums"] if image.up.kind.zero else []))
         if self.norm is not None or self.apart:
             scratch["whole"] = b.expert_buffer("expert_out", (8, image.down.panels * LANES), "f32", "output of one expert")
         target = "m.expert_slot.at[slot]" if image.rows == most else f"m.expert_slot.at[slot, pl.ds(0, {image.rows})]"
@@ -203,14 +203,15 @@ class RoutedExperts(Op):
                 b.start(copy, "m", "index", "i")
         x = b.read(self.x, "bf16")
         y = b.write(self.y, width=None if self.apart else image.down.panels * LANES, dtype="f32")
-        b.step(self, "experts", "begin", writes=(y.ref[2:], *(() if self.scale_input else (scratch["x"], *sums))), y=y.ref,
-               x=None if self.scale_input else x, operand=f"m.{scratch['x']}", image=image)
+        shared = () if self.scale_input else operand             # by all experts; where inputs are scaled, each makes its own
+        b.step(self, "experts", "begin", writes=(y.ref[2:], *shared), y=y.ref, x=x if shared else None,
+               operand=f"m.{scratch['x']}" if shared else None, image=image)
         b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
         weight = None if self.norm_weight is None else b.vector(self.norm_weight)
         with b.loop("routed_expert", "i", count, bound=image.pieces * min(image.local_experts, rows)):
             b.wait(copy, "m", "index", "i")
-            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", scratch["x"], *sums),
-                   writes=(y.ref[2:], *scratch.values()) if self.scale_input else (y.ref[2:], *(v for k, v in scratch.items() if k != "x")),
+            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", *shared),
+                   writes=(y.ref[2:], *({*scratch.values(), *operand} - {*shared})),
                    x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
                    norm=self.norm, apart=self.top_k if self.apart else 0, **b.activation(self.act, image.gated))
             b.start(copy, "m", "index", "i + EXPERT_SLOTS", when=f"i + EXPERT_SLOTS < {count}")
