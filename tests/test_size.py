@@ -23,7 +23,7 @@ from mkgen.targets import load_target
 
 SPECS = sorted((Path(__file__).resolve().parent.parent / "model_specs").glob("*.yaml"))
 NAMED = {path.stem: path for path in SPECS}
-PADDED = 0.06                            # of the streamed bytes: more is a bad choice of mesh factors, or of layouts
+PADDED = 0.08                            # of the streamed bytes: more is a bad choice of mesh factors, or of layouts
 
 
 def planned(spec: Spec):
