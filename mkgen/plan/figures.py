@@ -47,7 +47,7 @@ def families(plan: Plan) -> dict[str, Bytes]:
         matrix = plan.matrices.get(name) if entry.block is not None else None
         held = matrix or plan.vectors[name]
         weights = [plan.weights[p.weight] for p in matrix.parts] if matrix else [plan.weights[w] for w in held.weights]
-        item = STORED["bf16" if matrix else held.dtype]
+        item = matrix.true_bytes / (matrix.k * matrix.n) if matrix else STORED[held.dtype]
         true = sum(held_elements(w, ranks, held.whole) for w in weights) * item
         share = sum(w.elements for w in weights) / ranks * item
         layers = sum(n for e, n in uses if e.block in (None, 0))     # a matrix is counted at its first block
