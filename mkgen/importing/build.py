@@ -69,6 +69,8 @@ def in_vmem(model: Model, build: Build, target: Target) -> tuple[Build, str]:
         except MkgenError as error:
             if "VMEM" not in str(error):
                 return build, ""
+        except Exception:                        # a defect of the planner is the planner's to report, when it is asked to build
+            return build, ""
         else:
             return smaller, "" if smaller == build else "chunks in VMEM: with expert_slots, as many as there is room for"
     return build, ""
