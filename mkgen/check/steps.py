@@ -14,7 +14,7 @@ from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Step
 from mkgen.plan.tape import LANES, Matrix
 
-TAPE_TEXT = re.compile(r"\b(tape_rows|panels|columns)\(m, g, (\d+), (\d+)(?:, (\d+))?\)")
+TAPE_TEXT = re.compile(r"\b(tape_rows|vector|panels|columns)\(m, g, (\d+), (\d+)(?:, (\d+))?(?:, bf16)?\)")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def tape_reads(step: Step) -> list[tuple[str | None, int, int, int | None]]:
     out: list[tuple[str | None, int, int, int | None]] = []
     for text in (a for a in step.args.values() if isinstance(a, str)):
         for kind, at, a, b in TAPE_TEXT.findall(text):
-            out.append((None, int(at), int(a) if kind == "tape_rows" else int(a) * int(b or 0) // (2 * LANES), None))
+            out.append((None, int(at), int(a) if kind in ("tape_rows", "vector") else int(a) * int(b or 0) // (2 * LANES), None))
     m = step.args.get("matrix")
     if isinstance(m, Matrix):
         out.append((m.name, int(step.args.get("at", 0)), m.block_rows, step.args.get("first")))

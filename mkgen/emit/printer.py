@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jinja2 import Environment
 
+from mkgen.emit.wrap import COLUMNS
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Collective, Loop, Node, Seq, Start, Step, Wait, advances, walk
 
@@ -28,7 +29,7 @@ class Printer:
         """The line that makes a chunk the current one, with a comment that says what lies at which row of it."""
         entries = [f"{e.name.replace(self.sub + '.', '')} {e.row}" for e in self.chunks[self.at].entries]
         told = f"{line}  # {', '.join(entries)}"
-        return told if len(told) <= 100 else line
+        return told if len(told) <= COLUMNS else line
 
     def nodes(self, nodes: tuple[Node, ...], depth: int) -> list[str]:
         out: list[str] = []
@@ -133,6 +134,10 @@ class Printer:
             return lines
         if node.unroll:
             return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
+        if len(node.body) == 1 and isinstance(node.body[0], (Start, Wait)) and node.body[0].when is None and not node.carry:
+            short = f"{pad}lax.fori_loop(0, {node.trips}, lambda {node.var}, _: {self.node(node.body[0], 0)[0]}, None)"
+            if len(short) <= COLUMNS:
+                return [short]
         head = self.heading(node, depth)
         if found := self.streams(node):
             last, steps = found

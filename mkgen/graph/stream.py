@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from mkgen.graph.ir import Op, SubLayer, Value, Weight
+from mkgen.graph.kinds.told import told
 from mkgen.graph.ops.ends import Embed, Enter, FinishLogits, Greedy
 from mkgen.graph.ops.linear import Linear
 from mkgen.graph.ops.mixture import BlockAdd, BlockMixture
@@ -53,10 +54,8 @@ class Stream:
             ops, h = [], self.normed
         else:
             ops, h = self.read(name, role, f"{role}.norm", f"{role}_snapshots" if self.mixes else None, first)
-        make = kinds[type(kind)]
-        body, out = make(name, kind, h, spec)
-        doc = (make.__doc__ or "").strip().split("\n")[0]
-        return SubLayer(name, role, (*ops, *self.write(name, role, body, h, out)), doc=doc)
+        body, out = kinds[type(kind)](name, kind, h, spec)
+        return SubLayer(name, role, (*ops, *self.write(name, role, body, h, out)), doc=told(kind))
 
     def write(self, name: str, role: str, body: list[Op], h: Value, out: Value) -> list[Op]:
         """The ops of a sub-layer, and those that bring its result back to the stream."""

@@ -17,7 +17,7 @@ class Nodes:
         and `writes` add those that only the macro names."""
         texts = [a for a in args.values() if isinstance(a, str)]
         read = {name for t in texts for name in re.findall(r"\bm\.(\w+)", t)} | set(reads)
-        if isinstance(args.get("matrix"), Matrix) or any(re.search(r"\b(tape_rows|panels|columns)\(m, g", t) for t in texts):
+        if isinstance(args.get("matrix"), Matrix) or any(re.search(r"\b(tape_rows|vector|panels|columns)\(m, g", t) for t in texts):
             read.add("ring")
         written = {a.ref[2:] for a in args.values() if isinstance(a, Target)} | set(writes)
         self.nodes[-1].append(Step(op.name, template, macro, args, tuple(sorted(read)), tuple(sorted(written))))

@@ -69,8 +69,7 @@ class Weights:
         """Source text [lane_rows, 128] float32 of one family, or of several side by side (line by line for taps). whole: all of
         it on every rank, although it could be shared out."""
         at, v = self.vector_at(*ws, whole=whole)
-        rows = f"tape_rows(m, g, {at}, {v.rows})"
-        return f"bitcast({rows}, f32)" if v.dtype == "f32" else f"bitcast({rows}, bf16).astype(f32)"
+        return f"vector(m, g, {at}, {v.rows}{', bf16' if v.dtype == 'bf16' else ''})"
 
     def vector_at(self, *ws: Weight, whole: bool = False) -> tuple[int, Vector]:
         """The row of the open chunk where the families lie, and how."""
