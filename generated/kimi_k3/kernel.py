@@ -201,6 +201,10 @@ def tape_rows(m, g, at, rows):
     """u32 [rows, 128]: rows `at`.. of chunk g, in its ring slot."""
     return m.ring[lax.rem(g, RING_DEPTH), pl.ds(at, rows), :]
 
+def vector(m, g, at, rows, dtype=f32):
+    """f32, in rows of 128 lanes: those that u32 rows `at`.. of chunk g hold as `dtype`."""
+    return bitcast(tape_rows(m, g, at, rows), dtype).astype(f32)
+
 def side_by_side(w, count):
     """u32 [count * rows, 128] -> bf16 [2 * rows, count * 128]: no data moves."""
     return jnp.concatenate(jnp.split(bitcast(w, bf16), count), axis=1)
@@ -382,7 +386,7 @@ def short_conv(x, old, w, position, taps, bias=0.0):
     inputs = [*window, x]
     total = sum((inputs[t] * line(w[t * rows : (t + 1) * rows], n) for t in range(taps)), bias)
     shifted = jnp.where(position >= 0, jnp.stack(inputs[1:]), old)
-    return (total * jax.nn.sigmoid(total)), shifted
+    return jax.nn.silu(total), shifted
 
 def by_block(blocks, *parts):
     """[8, blocks * n] each -> [blocks, 8, all n]: a block's share of every part."""
@@ -688,10 +692,8 @@ def run_expert(m, i, route, y):
 
 def embed_copy(m, row):
     """The embedding row of row's token."""
-    source, target = (
-        m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)],
-        m.embed_words.at[:, row, :],
-    )
+    source = m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]
+    target = m.embed_words.at[:, row, :]
     return async_copy(source, target, m.embed_sem)
 
 def window_read(m, index):
@@ -714,18 +716,14 @@ def cache_tile_copy(m, index, i):
     """Tile of item i, into its slot."""
     slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m.kv_items, i)
     first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)
-    source, target = (
-        m.mla_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :],
-        m.cache_tiles.at[slot],
-    )
+    source = m.mla_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :]
+    target = m.cache_tiles.at[slot]
     return async_copy(source, target, m.cache_tile_sem.at[slot])
 
 def cache_word_copy(m, index, row):
     """The words of the row's new token, back into the cache."""
-    source, target = (
-        m.cache_word.at[row],
-        m.mla_cache.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :],
-    )
+    source = m.cache_word.at[row]
+    target = m.mla_cache.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]
     return async_copy(source, target, m.cache_word_sem.at[row])
 
 def expert_copy(m, index, i):
@@ -758,14 +756,14 @@ def begin(m, g):
     return g
 
 def kda_mixer(m, layer, index, g):
-    """Linear recurrence: a decaying sum of outer products a head, then norm and gate."""
+    """Linear recurrence: in each head the delta rule, then norm and gate."""
     window_read(m, index).start()
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
     tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
     # -- kda.norm
-    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     # -- kda.f_a
     m.f_a_y[...] = dot(m.h[...], panels(m, g, 88, 7168, 128))
@@ -789,13 +787,13 @@ def kda_mixer(m, layer, index, g):
     window_read(m, index).wait()
     tape_copy(m, g).wait()  # q_conv+k_conv+v_conv 0, a 40, dt_bias 48, o_norm 56
     # -- kda.conv
-    x, w = m.qkvg_y[:, 0:1152], bitcast(tape_rows(m, g, 0, 40), f32)
+    x, w = m.qkvg_y[:, 0:1152], vector(m, g, 0, 40)
     y, window = short_conv(x, m.window[...], w, m.position_column[...], 4)
     m.conv[...], m.window[...] = y, window
     window_write(m, index).start()
     # -- kda.recurrence
-    a = line(bitcast(tape_rows(m, g, 40, 8), f32), 3)  # exp(A_log), as packed
-    dt_bias = line(bitcast(tape_rows(m, g, 48, 8), f32), 384)
+    a = line(vector(m, g, 40, 8), 3)  # exp(A_log), as packed
+    dt_bias = line(vector(m, g, 48, 8), 384)
     q, k = (l2_heads(x, 128, 1e-06) for x in (m.conv[:, 0:384], m.conv[:, 384:768]))
     decay = jnp.exp(-5.0 * jax.nn.sigmoid(per_head(a, 128) * (m.f_b_y[...] + dt_bias)))
     beta = per_head(jax.nn.sigmoid(m.b_y[:, 0:3]), 128)
@@ -815,7 +813,7 @@ def kda_mixer(m, layer, index, g):
     each_active_row(m, matrix_row)
     m.recurrence[...] = jnp.concatenate([x[:, :128] for x in m.matrix_outputs[...]], axis=1)
     # -- kda.gated_norm
-    w = line(bitcast(tape_rows(m, g, 56, 8), f32), 128)
+    w = line(vector(m, g, 56, 8), 128)
     normed = norm_heads(m.recurrence[...], w, 1e-05)
     gate = jax.nn.sigmoid(m.qkvg_y[:, 1152:1536])
     m.gated[...] = normed * gate
@@ -848,7 +846,7 @@ def mla_mixer(m, layer, index, g):
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
     # -- mla.norm
-    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     # -- mla.q_a
     m.q_a_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 48))
@@ -870,10 +868,10 @@ def mla_mixer(m, layer, index, g):
     all_gather(m, m.q_a_y[...], m.q_a_whole, 48)
     tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
-    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    w = vector(m, g, 0, 8, bf16)
     m.q_latent[...] = rms_norm(m.q_a_whole[...], w, 1e-06)
     # -- mla.kv_norm
-    w = bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32)
+    w = vector(m, g, 8, 8, bf16)
     m.latent[...] = rms_norm(m.kv_a_whole[:, 0:512], w, 1e-06)
     # -- mla.q_b
     m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
@@ -926,12 +924,12 @@ def mla_mixer(m, layer, index, g):
     return g
 
 def dense_ffn(m, layer, index, g):
-    """MLP."""
+    """Gated MLP."""
     tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56
     # -- ffn_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
     # -- dense.norm
-    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
@@ -961,12 +959,12 @@ def dense_ffn(m, layer, index, g):
     return g
 
 def moe_ffn(m, layer, index, g):
-    """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
+    """Routed experts of a latent of 3584, each distinct one fetched once; shared experts."""
     tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56, router 88
     # -- ffn_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
     # -- moe.norm
-    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     # -- moe.router
     m.router_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
@@ -980,7 +978,7 @@ def moe_ffn(m, layer, index, g):
     tape_copy(m, g).wait()  # router_bias 0
     # -- moe.route
     score = jax.nn.sigmoid(m.router_logits_whole[...])
-    bias = line(bitcast(tape_rows(m, g, 0, 8), f32), 896)
+    bias = line(vector(m, g, 0, 8), 896)
     chosen = top_k_lanes(score + bias, 16) & (m.position_column[...] >= 0)
     weight = jnp.where(chosen, score, 0.0)
     total = jnp.sum(weight, axis=1, keepdims=True)
@@ -1035,7 +1033,7 @@ def moe_ffn(m, layer, index, g):
     all_reduce(m, m.routed, 3584)
     tape_copy(m, g).wait()  # latent_norm 0, latent_up 32
     # -- moe.latent_norm
-    w = bitcast(tape_rows(m, g, 0, 32), f32)
+    w = vector(m, g, 0, 32)
     m.routed_norm[...] = rms_norm(m.routed[...], w, 1e-05)
     # -- moe.latent_up
     m.latent_up_y[...] = dot_t(m.routed_norm[...], columns(m, g, 32, 3584, 224))
@@ -1056,7 +1054,7 @@ def end(m, g):
     # -- out_mixture
     block_mixture(m, m.mix, g, 0, 8, 1e-05)
     # -- end.norm
-    w = bitcast(tape_rows(m, g, 56, 32), bf16).astype(f32)
+    w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1

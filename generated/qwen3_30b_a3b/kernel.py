@@ -135,6 +135,10 @@ def tape_rows(m, g, at, rows):
     """u32 [rows, 128]: rows `at`.. of chunk g, in its ring slot."""
     return m.ring[lax.rem(g, RING_DEPTH), pl.ds(at, rows), :]
 
+def vector(m, g, at, rows, dtype=f32):
+    """f32, in rows of 128 lanes: those that u32 rows `at`.. of chunk g hold as `dtype`."""
+    return bitcast(tape_rows(m, g, at, rows), dtype).astype(f32)
+
 def side_by_side(w, count):
     """u32 [count * rows, 128] -> bf16 [2 * rows, count * 128]: no data moves."""
     return jnp.concatenate(jnp.split(bitcast(w, bf16), count), axis=1)
@@ -536,28 +540,22 @@ def run_expert(m, i, route, y):
 
 def embed_copy(m, row):
     """The embedding row of row's token."""
-    source, target = (
-        m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)],
-        m.embed_words.at[:, row, :],
-    )
+    source = m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]
+    target = m.embed_words.at[:, row, :]
     return async_copy(source, target, m.embed_sem)
 
 def cache_tile_copy(m, index, i):
     """Tile of item i, into its slot."""
     slot, (row, tile) = lax.rem(i, KV_SLOTS), kv_item(m.kv_items, i)
     first = pl.multiple_of(tile * (KV_TILE // 2), KV_TILE // 2)
-    source, target = (
-        m.attention_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :],
-        m.cache_tiles.at[slot],
-    )
+    source = m.attention_cache.at[index, row, :, pl.ds(first, KV_TILE // 2), :]
+    target = m.cache_tiles.at[slot]
     return async_copy(source, target, m.cache_tile_sem.at[slot])
 
 def cache_word_copy(m, index, row):
     """The words of the row's new token, back into the cache."""
-    source, target = (
-        m.cache_word.at[row],
-        m.attention_cache.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :],
-    )
+    source = m.cache_word.at[row]
+    target = m.attention_cache.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]
     return async_copy(source, target, m.cache_word_sem.at[row])
 
 def expert_copy(m, index, i):
@@ -580,7 +578,7 @@ def begin(m, g):
     """Embedding rows of the tokens; how far each kind's heads are turned."""
     tape_copy(m, g).wait()  # attention.rope 0
     # -- attention.rope
-    frequency = line(bitcast(tape_rows(m, g, 0, 8), f32), 128)
+    frequency = line(vector(m, g, 0, 8), 128)
     angle = rope_angles(m, frequency)
     m.attention_cos[...] = jnp.cos(angle)
     m.attention_sin[...] = jnp.sin(angle)
@@ -598,7 +596,7 @@ def begin(m, g):
     return g
 
 def attention_mixer(m, layer, index, g):
-    """Grouped-query attention with a positional cache."""
+    """Grouped-query attention, with a positional cache."""
 
     def first_cache_tile_copy(i, _):
         cache_tile_copy(m, index, i).start()
@@ -606,7 +604,7 @@ def attention_mixer(m, layer, index, g):
     lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
     tape_copy(m, g).wait()  # mixer.norm 0
     # -- attention.norm
-    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    w = vector(m, g, 0, 8, bf16)
     m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
@@ -622,12 +620,8 @@ def attention_mixer(m, layer, index, g):
     tape_copy(m, g).wait()  # q_norm 0, k_norm 8
     # -- attention.qk
     q, k = round_bf16(m.qkv_y[:, 0:512]), round_bf16(m.qkv_y[:, 512:640])
-    q = round_bf16(
-        norm_heads(q, line(bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32), 128), 1e-06)
-    )
-    k = round_bf16(
-        norm_heads(k, line(bitcast(tape_rows(m, g, 8, 8), bf16).astype(f32), 128), 1e-06)
-    )
+    q = round_bf16(norm_heads(q, line(vector(m, g, 0, 8, bf16), 128), 1e-06))
+    k = round_bf16(norm_heads(k, line(vector(m, g, 8, 8, bf16), 128), 1e-06))
     cos, sin = m.attention_cos[...], m.attention_sin[...]
     q = rotate_halves(q, 128, 128, cos, sin)
     k = rotate_halves(k, 128, 128, cos, sin)
@@ -635,15 +629,9 @@ def attention_mixer(m, layer, index, g):
     m.k_rope[...] = k.astype(bf16)
     # -- attention.attention
     kv = open_cache(m, "cache", m.kv_items, (0,), (1,), 128**-0.5)
-    gqa_inputs(
-        kv,
-        m.q_rope[...].astype(f32),
-        m.k_rope[...].astype(f32),
-        round_bf16(m.qkv_y[:, 640:768]),
-        128,
-        128,
-        1,
-    )
+    q, k = m.q_rope[...].astype(f32), m.k_rope[...].astype(f32)
+    v = round_bf16(m.qkv_y[:, 640:768])
+    gqa_inputs(kv, q, k, v, 128, 128, 1)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
@@ -677,10 +665,10 @@ def attention_mixer(m, layer, index, g):
     return g
 
 def moe_ffn(m, layer, index, g):
-    """Routed experts, each distinct one fetched once; optional latent width and shared expert."""
+    """Routed experts, each distinct one fetched once."""
     tape_copy(m, g).wait()  # ffn.norm 0, router 8
     # -- moe.norm
-    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    w = vector(m, g, 0, 8, bf16)
     m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
     # -- moe.router
     m.router_y[...] = dot(m.h[...], panels(m, g, 8, 2048, 128))
@@ -725,7 +713,7 @@ def end(m, g):
     """Final norm, logits of this rank's vocabulary, greedy token."""
     tape_copy(m, g).wait()  # norm 0
     # -- end.norm
-    w = bitcast(tape_rows(m, g, 0, 8), bf16).astype(f32)
+    w = vector(m, g, 0, 8, bf16)
     m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
