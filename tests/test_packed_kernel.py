@@ -1,4 +1,5 @@
-"""From a quantised, fused, stacked checkpoint through pack, load_weights and the generated kernel: the reference reads the same folder."""
+"""From a quantised, fused, stacked checkpoint through pack, load_weights and the generated kernel; the reference reads the same
+folder."""
 from __future__ import annotations
 
 import importlib
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hubs import checkpoint, hub_tensors
 from jax.experimental.pallas import tpu as pltpu
+from ml_dtypes import bfloat16
 from small_specs import spec
 from vendors import quantised
 
@@ -19,7 +21,6 @@ from mkgen.pack.hub import Checkpoint
 from mkgen.pack.write import pack
 from mkgen.plan.planner import make_plan
 from mkgen.prove.compare import LOGITS
-from mkgen.prove.scenario import GAP_NOISE
 from mkgen.reference.evaluate import Decoder
 from mkgen.reference.params import TensorParams
 from mkgen.spec.model import Gate, Gqa, Moe, Router
@@ -49,6 +50,9 @@ def test_a_quantised_fused_checkpoint_through_the_kernel(tmp_path, monkeypatch):
 
     rng, t = np.random.default_rng(4), {}
     for name, a in hub_tensors(made.model, seed=4).items():
+        # choices far apart, norms about one
+        scaled = a.astype(np.float32) * 4 if "router" in name else (1 + a).astype(bfloat16) if a.ndim == 1 else a
+        a = scaled.astype(a.dtype)
         kind = QUANTISED.get(name.rpartition("l.")[2].partition(".")[2].removeprefix("experts.")) if name.startswith("l.") else None
         shape = a.shape if a.ndim == 2 else (len(a), *a.shape[:0:-1])                   # blocks are [out, in]
         t |= quantised(kind, name, shape, rng)[0] if kind else {name: a}
@@ -64,16 +68,21 @@ def test_a_quantised_fused_checkpoint_through_the_kernel(tmp_path, monkeypatch):
     weights, state = module.load_weights(tmp_path / "packed", mesh), module.init_state(mesh, ROWS)
     step = module.make_decode_step(mesh, ROWS, interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
 
-    decoder = Decoder(plan.graph, TensorParams(Checkpoint(hub), made.model.checkpoint), ROWS, made.build.context)
-    tokens, excused = rng.integers(0, made.model.vocab, (STEPS, ROWS)).astype(np.int32), 0
+    def reference(names):
+        return Decoder(plan.graph, TensorParams(Checkpoint(hub), names), ROWS, made.build.context)
+    decoder = reference(made.model.checkpoint)
+    tokens = rng.integers(0, made.model.vocab, (STEPS, ROWS)).astype(np.int32)
     for now, ids in enumerate(tokens):
         positions = np.array([now, now, -1 if now < 2 else now - 2], np.int32)
         _, logits, state = step(weights, state, ids[:, None], positions)
         live = positions >= 0
         want, got = decoder.step(ids, positions)[live], np.asarray(module.whole_logits(logits))[live]
         error = np.abs(got - want).max(-1) / np.ptp(want, axis=-1)
-        close = np.array([gap for *_, gap in decoder.notes]).min(0)[live] < GAP_NOISE
-        print(now, np.round(error, 4), close)
-        assert (error[~close] <= LOGITS).all()
-        excused += close.sum()
-    assert excused <= 3
+        print(now, error)
+        assert (error <= LOGITS).all()       # every router's choice included: with this seed none turns
+        if now == 0:                         # what a wrong cut would do
+            for one, two in (("q", "g"), ("k", "v"), ("expert_gate", "expert_up"), ("shared_gate", "shared_up")):
+                kind = "attention" if len(one) == 1 else "moe"
+                swapped = PATTERNS | {f"{kind}.{one}": PATTERNS[f"{kind}.{two}"], f"{kind}.{two}": PATTERNS[f"{kind}.{one}"]}
+                other = reference(made.model.checkpoint | swapped).step(ids, positions)[live]
+                assert (np.abs(got - other).max(-1) / np.ptp(other, axis=-1)).max() > LOGITS
