@@ -24,9 +24,19 @@ def left_operand(ref: str, of) -> str:
 @dataclass(frozen=True)
 class Coded:
     """Of a plan: its sections with scales of groups, on the tape and among the experts."""
-    sections: tuple[Section, ...]
+    products: tuple[Section, ...]
+    blocks: tuple[Section, ...]          # on the tape, decoded
     terms: int
     on_tape: bool
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        return self.products + self.blocks
+
+    @property
+    def bytes(self) -> bool:
+        """Are there codes that only columns scale?"""
+        return any(not s.group for s in self.sections)
 
     @property
     def kinds(self) -> list[tuple[str, int]]:
@@ -45,16 +55,16 @@ class Coded:
 
     @property
     def columns(self) -> bool:
-        return self.has(lambda fmt, _: FORMATS[fmt].tensor_scale)
+        return self.has(lambda fmt, _: FORMATS[fmt].tensor_scale or FORMATS[fmt].column)
 
     @property
     def scales(self) -> list[str]:
-        return sorted({FORMATS[fmt].scale for fmt, _ in self.kinds})
+        return sorted({FORMATS[fmt].scale for fmt, group in self.kinds if group})
 
     @property
     def fp4(self) -> str:
         """all | some | '': do codes have to be widened to fp8?"""
-        codes = {FORMATS[fmt].code for fmt, _ in self.kinds}
+        codes = {FORMATS[s.format].code for s in self.products}
         return "" if "e2m1" not in codes else "all" if len(codes) == 1 else "some"
 
     @property
@@ -64,7 +74,7 @@ class Coded:
     @property
     def short(self) -> bool:
         """Is there a K that is no whole number of dots?"""
-        return any(s.k % DEPTH for s in self.sections)
+        return any(s.k % DEPTH for s in self.products)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -75,7 +85,7 @@ class Coded:
         f = FORMATS[fmt]
         args = [DTYPES[f.code], str(32 // f.bits), str(group), *([f'"{f.scale}"'] if len(self.scales) > 1 else []),
                 *([str(few_rows(fmt, group, self.terms))] if self.rowwise else [])]
-        flags = {"zero": f.zero, "widen": widens(fmt, group), "columns": f.tensor_scale}
+        flags = {"zero": f.zero, "widen": widens(fmt, group), "columns": f.tensor_scale or f.column}
         return ", ".join(args + [f"{name}=True" for name, on in flags.items() if on])
 
     def section(self, s: Section, at: int = 0) -> str:
@@ -90,6 +100,8 @@ class Coded:
 
 
 def coded(plan: Plan) -> Coded:
-    streamed = [m.section for m in plan.matrices.values() if m.group]
+    streamed, blocks = ([m.section for m in plan.matrices.values() if m.format != "bf16" and m.at_once is at_once and (m.group or at_once)]
+                        for at_once in (False, True))
     routed = [s for image in plan.experts for s in (image.up, image.down) if s.group]
-    return Coded((*streamed, *routed), 2 if plan.spec.build.activations == "f32" else 1, bool(streamed))
+    terms = 2 if plan.spec.build.activations == "f32" else 1
+    return Coded((*streamed, *routed), tuple(blocks), terms, bool(streamed or blocks))

@@ -106,7 +106,7 @@ def render_kernel(plan: Plan) -> str:
         local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),
         kv_batch=max(1, spec.build.kv_slots // 2), expert_steps=expert_steps(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
-        bytes_on_tape=any(FORMATS[m.format].column for m in plan.matrices.values()),
+        bytes_on_tape=any(FORMATS[m.format].column and not m.at_once for m in plan.matrices.values()),
         has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1],
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],
         scratch_buffers=[b for b in buffers if b.space in ("vmem", "smem", "dma_sem")], shape=shape_text, place=place_text,

@@ -5,7 +5,7 @@ from mkgen.graph.ir import Weight
 from mkgen.spec.model import Build
 
 REST = 256                               # `rest` means matrices with at least so many rows and columns
-MATRICES = ("linear",)                   # rules of graph/weights.py; halves of heads are read as blocks, not streamed
+MATRICES = ("linear", "first_half_heads", "second_half_heads")                # rules of graph/weights.py
 
 
 def format_of(build: Build, w: Weight) -> str:

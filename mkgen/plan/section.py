@@ -110,7 +110,7 @@ def few_rows(fmt: str, group: int, terms: int) -> int:
 
     From benchmarks/formats.py: up to 32 expanded rows a 256-deep tile both orders cost the same, and the group-wise one is
     simpler; else row-wise costs its own rows, group-wise 8 rows, widening as much as 96 expanded rows."""
-    groups = DEPTH // group
+    groups = DEPTH // group if group else 0
     if groups < 8:                       # a group's rows would not fill sublanes
         return 0
     if fmt in WIDENED:

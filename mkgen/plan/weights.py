@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from math import gcd
 
@@ -86,14 +87,14 @@ class Weights:
         width = sum(self.width(w, len(w.shape) - 1, whole) for w in ws)
         return Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
 
-    def matrix(self, name: str, ws: tuple[Weight, ...], along: str, beside: tuple[Weight, ...] = ()) -> Matrix:
+    def matrix(self, name: str, ws: tuple[Weight, ...], along: str, beside: tuple[Weight, ...] = (), at_once: bool = False) -> Matrix:
         """beside: all families that read the same input; they are whole or split together."""
         whole = self.ranks == 1 or (along == "columns" and self.whole(beside or ws)) or along == "whole"
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
         fmt = format_of(self.build, ws[0])
         m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target, fmt,
-                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms)
+                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms, at_once)
         self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else "")))
         self.memory.matrices[name] = m
         self.memory.weights.update({w.name: w for w in ws})
@@ -113,14 +114,14 @@ class Weights:
             self.memory.notes.append((name, f"a scale for each {group} rows of K instead of {FORMATS[fmt].group}: the ranks' shares cut groups"))
         return group
 
-    def block(self, name: str, ws: tuple[Weight, ...], along: str = "columns") -> tuple[str, Matrix]:
-        """Source text [k, n] bf16 of a small matrix that is one block of the open chunk."""
-        m = self.matrix(name, ws, along)
-        if m.blocks != 1 or m.layout != "panels":
-            raise MkgenError(f"{name}: [{m.k}, {m.n}] does not fit into build.block_kib = {self.build.block_kib}\n"
-                             f"  why: it is read as one block of {m.k * m.n // 512} KiB\n  fix: raise build.block_kib")
-        at = self.take(m.block_rows, name, 0)
-        return f"panels(m, g, {at}, {m.block_k}, {m.block_n})", m
+    def block(self, key: str, w: Weight, along: str = "columns") -> tuple[dict, Matrix]:
+        """A small matrix [k, n] that is one block of the open chunk, as arguments of a step: `key` is source text of it, bf16; or
+        it is stored otherwise, `matrix` from row `at` on, to be decoded column by column."""
+        m = self.matrix(w.name, (w,), along, at_once=True)
+        at = self.take(m.block_rows, w.name, 0)
+        if m.format != "bf16":
+            return {key: "", "matrix": m, "at": at}, m
+        return {key: f"panels(m, g, {at}, {m.block_k}, {m.block_n})"}, m
 
     def matmul(self, op) -> None:
         """A Linear: its matrices, one after another; families that are stored alike share one."""
@@ -130,7 +131,8 @@ class Weights:
             return
         for run in runs:
             ys, ws = zip(*run)
-            self.product(op, f"{op.name}_{'_'.join(self.bare(w.name) for w in ws)}", ys, ws)
+            name = f"{op.name}_{'_'.join(self.bare(w.name) for w in ws)}"
+            self.product(replace(op, name=name), name, ys, ws, op.ws)
         places = [self.memory.places[y.name] for y in op.ys]
         buffer = self.room(op.name + "_y", sum(p.width for p in places), "f32", " | ".join(self.bare(y.name) for y in op.ys) + ", not rounded")
         parts, at = [], 0
@@ -140,9 +142,9 @@ class Weights:
             at += p.width
         self.step(op, "linear", "join", reads=tuple(p.buffer for p in places), writes=(buffer,), y=f"m.{buffer}", parts=parts)
 
-    def product(self, op, name: str, ys: tuple[Value, ...], ws: tuple[Weight, ...]) -> None:
-        """One matrix: blocks one after another through the ring; one block shares a chunk with its neighbours."""
-        m = self.matrix(name, ws, op.along, op.ws)
+    def product(self, op, name: str, ys: tuple[Value, ...], ws: tuple[Weight, ...], beside: tuple[Weight, ...] = ()) -> None:
+        """One matrix of `op`: blocks one after another through the ring; one block shares a chunk with its neighbours."""
+        m = self.matrix(name, ws, op.along, beside)
         spread = {"columns": "split", "rows": "partial"}.get(op.along, "whole") if self.ranks > 1 and not m.whole else "whole"
         last = self.sub.role == "end"
         buffer = self.room("logits" if last else name + "_y", m.n_padded, "f32", "logits of this rank's vocabulary" if last else

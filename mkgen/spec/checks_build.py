@@ -156,13 +156,6 @@ def _matrix(c: Checker, path: tuple[str, ...], family: str, fmt: str) -> None:
             "vectors and filters are a small part of the bytes, and are kept as they are",
             "delete it",
         )
-    elif family.endswith(".kv_b"):
-        c.say(
-            path,
-            f"{fmt} for {family}",
-            "its halves are read as whole blocks, not streamed",
-            "delete it: `rest` leaves it out",
-        )
 
 
 def replicate(c: Checker) -> None:

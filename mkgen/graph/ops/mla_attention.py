@@ -75,11 +75,14 @@ class MlaAttention(Op):
         lanes = Lanes(blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), rows)
         scale = f"{self.nope_dim + self.rope_dim} ** -0.5" if self.scale is None else str(self.scale)
         name = open_cache(b, self, lanes, scale)
-        k_up, stored = b.block(self.k_up.name, (self.k_up,))
-        k_up += "" if stored.k_padded == self.kv_rank else f"[:{self.kv_rank}]"
+        k_up, stored = b.block("k_up", self.k_up)
+        if k_up["k_up"] and stored.k_padded != self.kv_rank:
+            k_up["k_up"] += f"[:{self.kv_rank}]"
         b.step(self, "mla", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"),
-               latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32") if self.key else "", k_up=k_up, heads=heads, nope_dim=self.nope_dim)
+               latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32") if self.key else "", heads=heads, nope_dim=self.nope_dim, kv_rank=self.kv_rank,
+               **k_up)
         b.close()
         attend(b, self, name)
-        v_up, _ = b.block(self.v_up.name, (self.v_up,))
-        b.step(self, "mla", "mla_output", reads=(f"{name}_mixed",), o=b.write(self.o), v_up=v_up, heads=heads, v_dim=self.v_dim)
+        v_up, _ = b.block("v_up", self.v_up)
+        b.step(self, "mla", "mla_output", reads=(f"{name}_mixed",), o=b.write(self.o), heads=heads, v_dim=self.v_dim, kv_rank=self.kv_rank,
+               **v_up)
