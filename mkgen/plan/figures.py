@@ -12,6 +12,7 @@ from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 from mkgen.plan.shard import unit_range
 from mkgen.plan.tape import ROW_BYTES, Entry
+from mkgen.spec.formats import FORMATS
 
 STORED = {"f32": 4, "bf16": 2}
 
@@ -47,9 +48,9 @@ def families(plan: Plan) -> dict[str, Bytes]:
         matrix = plan.matrices.get(name) if entry.block is not None else None
         held = matrix or plan.vectors[name]
         weights = [plan.weights[p.weight] for p in matrix.parts] if matrix else [plan.weights[w] for w in held.weights]
-        item = matrix.true_bytes / (matrix.k * matrix.n) if matrix else STORED[held.dtype]
-        true = sum(held_elements(w, ranks, held.whole) for w in weights) * item
-        share = sum(w.elements for w in weights) / ranks * item
+        size = [FORMATS[held.format].true_bytes(*w.shape) if matrix else w.elements * STORED[held.dtype] for w in weights]
+        true = sum(held_elements(w, ranks, held.whole) / w.elements * n for w, n in zip(weights, size))
+        share = sum(size) / ranks
         layers = sum(n for e, n in uses if e.block in (None, 0))     # a matrix is counted at its first block
         copied = sum(e.rows * n for e, n in uses) * ROW_BYTES
         out[name] = Bytes(copied, true * layers, (true - share) * layers)

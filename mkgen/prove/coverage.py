@@ -31,7 +31,8 @@ def pieces(plan: Plan) -> set[str]:
         (True, False): "cut along K",
         (True, True): "cut",
     }
-    out = {f"matrix of {m.layout} {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
+    stored = {m: f"{m.layout} of {m.format}" if m.format != "bf16" else m.layout for m in plan.matrices.values()}
+    out = {f"matrix of {stored[m]} {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
     for region in plan.regions.values():
         for node in walk(region.body):
             if isinstance(node, Step):
