@@ -38,7 +38,7 @@ SPEC = {
 }
 PLAN = {
     "chip": "tpu7x",
-    "layout_hash": "8386ecf370935bc6",  # of the packed weights that this module reads
+    "layout_hash": "d1a532e1ea884d86",  # of the packed weights that this module reads
     "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
     "ring_depth": 14,
     "padding_fraction": 0.005763,  # beyond the true bytes of a step, at 1 rows
