@@ -275,3 +275,20 @@ def test_what_is_wrong_with_quantised_weights_is_said_at_once(tmp_path):
     with pytest.raises(MkgenError, match="2 problems") as caught:
         pack(plan, written(tmp_path / "bad", good), tmp_path / "out")
     assert f"missing: {p}v_proj.weight_scale" in str(caught.value) and f"misshapen: {p}o_proj.weight_scale_inv" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "fp8_channel", "int8", "nvfp4", "int4_packed", "awq", "gptq"])
+def test_experts_in_the_vendor_s_format(tmp_path, kind):
+    """One tensor an expert; over four ranks each expert is cut in two, through groups and blocks of down's K."""
+    sizes = SIZES | {"ffns": {"moe": {"experts": 4, "top_k": 2, "width": 128}}}
+    plan = small_plan(tmp_path, "qwen3_30b_a3b", sizes, 4, replicate=[], formats={"experts": FORMAT[kind]})
+    t, values = vendor_hub(plan, kind, plan.experts[0].weights)
+    figures = pack(plan, written(tmp_path / "hub", t, **CONFIG.get(kind, {})), tmp_path / "out")
+    assert not figures["converted"] and figures["families"]["moe.expert_down"]["packed"] == [FORMAT[kind]]
+    image, images = plan.experts[0], [p.experts["experts"] for p in load(plan, tmp_path / "out")]
+    source = TensorParams(Told(t, **CONFIG.get(kind, {})), plan.spec.model.checkpoint)
+    for layer, expert in ((0, 0), (1, 3)):
+        for coded, name in zip(expert_from_images(image, images, layer, expert), image.weights):
+            want = values[plan.spec.model.checkpoint[name].format(layer=layer, expert=expert)]
+            same(decode(coded), want)
+            same(source.expert(plan.weights[name], layer, expert), np.ascontiguousarray(want.T))

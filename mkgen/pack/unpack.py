@@ -44,7 +44,7 @@ def coded_matrix_from_tape(places: TapePlaces, tape: np.ndarray, layer: int | No
                     out[k * m.block_k:(k + 1) * m.block_k, first:last] = decode(coded).T
                 left += width
             continue
-            codes = rows[:m.code_rows].view(np.uint8).reshape(m.block_k // LANES, -1, LANES, 4).transpose(1, 3, 0, 2)
+        codes = rows[:m.code_rows].view(np.uint8).reshape(m.block_k // LANES, -1, LANES, 4).transpose(1, 3, 0, 2)
         codes = np.ascontiguousarray(codes).reshape(m.block_n, m.block_k)
         scales = rows[m.code_rows:].view(np.float32).reshape(-1)[:m.block_n, None]
         coded = Coded(m.format, codes.view(np.int8) if m.format == "int8" else codes, scales)
