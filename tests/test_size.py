@@ -4,6 +4,7 @@ Nothing that a user may name, and no width, makes a line of the generated module
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mkgen.plan.figures import figures
 from mkgen.plan.planner import make_plan
 from mkgen.plan.tape import Part, plan_matrix
 from mkgen.prove.compile import compile_spec
+from mkgen.show import models
 from mkgen.spec.load import load_spec
 from mkgen.spec.model import Run, Spec
 from mkgen.targets import load_target
@@ -24,6 +26,7 @@ from mkgen.targets import load_target
 SPECS = sorted((Path(__file__).resolve().parent.parent / "model_specs").glob("*.yaml"))
 NAMED = {path.stem: path for path in SPECS}
 PADDED = 0.08                            # of the streamed bytes: more is a bad choice of mesh factors, or of layouts
+NARROW = {"kimi_k2": 0.12}               # 48 and 18 columns a rank, in a format that is stored in panels of 128 only
 
 
 def planned(spec: Spec):
@@ -54,7 +57,7 @@ def test_every_committed_spec_builds(path):
     files = module_files(plan)
     assert long_lines(files) == []
     ast.parse(files["kernel.py"])
-    assert all(0 <= figures(plan, rows)["padding_fraction"] < PADDED for rows in plan.spec.build.rows)
+    assert all(0 <= figures(plan, rows)["padding_fraction"] < NARROW.get(path.stem, PADDED) for rows in plan.spec.build.rows)
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda p: p.stem)
@@ -110,6 +113,28 @@ def test_a_word_is_never_cut():
     text = f'"""{"long" * 30}: a name"""\n# {"long" * 30} too\n'
     assert wrap(text).split("\n")[0] == f'"""{"long" * 30}:'
     assert long_lines({"kernel.py": wrap(text)}) and ast.parse(wrap(text))
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------
+
+def test_a_spec_that_fails_is_a_line_of_the_table(tmp_path, monkeypatch):
+    """Neither a mistake in a spec nor a defect of mkgen ends the page."""
+    good = NAMED["smollm2_135m"].read_text()
+    for name, text in (("a_mistake", good.replace("heads: 9", "heads: 0")), ("b_defect", good), ("c_good", good)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    real = models.measured
+
+    def measured(path, compile_too):
+        if path.stem == "b_defect":
+            raise KeyError("a | b")
+        return real(path, compile_too)
+
+    monkeypatch.setattr(models, "measured", measured)
+    assert not models.make(tmp_path.glob("*.yaml"), False, tmp_path / "page.md", False)
+    rows = [line for line in (tmp_path / "page.md").read_text().split("\n") if line.startswith("| [")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+    assert len({len(row) for row in cells}) == 1 and [row[-1].split(":")[0] for row in cells] == ["fail", "fail", "pass"]
+    assert "heads" in cells[0][-1] and cells[1][-1] == "fail: internal error: KeyError: 'a \\| b'"
 
 
 # -- the compiler -------------------------------------------------------------------------------------------------------

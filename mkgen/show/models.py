@@ -47,7 +47,16 @@ class Line:
 
 
 def line(path: Path, compile_too: bool) -> Line:
-    """Everything of one spec. A spec that cannot be read or planned is a line with an error."""
+    """Everything of one spec. One that cannot be read, planned or printed is a line with an error; the others go on."""
+    try:
+        return measured(path, compile_too)
+    except MkgenError as error:
+        return Line(path.stem, error=str(error).splitlines()[0])
+    except Exception as error:                                     # a defect, which `mkgen build` of this spec shows in full
+        return Line(path.stem, error=f"internal error: {type(error).__name__}: {error}".splitlines()[0])
+
+
+def measured(path: Path, compile_too: bool) -> Line:
     from mkgen.check import check_plan
     from mkgen.graph.build import build_graph
     from mkgen.plan.figures import figures
@@ -55,11 +64,8 @@ def line(path: Path, compile_too: bool) -> Line:
     from mkgen.spec import params
     from mkgen.spec.load import load_spec
     from mkgen.targets import load_target
-    try:
-        spec = load_spec(path)
-        plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
-    except MkgenError as error:
-        return Line(path.stem, error=str(error).splitlines()[0])
+    spec = load_spec(path)
+    plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
     model, build = spec.model, spec.build
     rows = tuple(sorted(build.rows))
     each = [figures(plan, r) for r in rows]
@@ -68,7 +74,7 @@ def line(path: Path, compile_too: bool) -> Line:
         from mkgen.prove.compile import compile_spec
         results = compile_spec(plan, rows)
         seconds = tuple(round(r.compile_seconds, 1) for r in results if r.verdict == "pass")
-        error = "; ".join(reason for r in results if r.verdict != "pass" for reason in r.reasons)[:200]
+        error = "; ".join(f"{r.rows} rows: {' '.join(reason.split())}" for r in results if r.verdict != "pass" for reason in r.reasons)[:200]
     return Line(
         model.name, params.count(model), model.mixer, model.ffn,
         ", ".join(f"{family} {fmt}" for family, fmt in build.formats.items() if fmt != "bf16") or "bf16",
@@ -96,7 +102,7 @@ def markdown(lines: Iterable[Line], compiled: bool) -> str:
                       by_rows(tuple(100 * p for p in x.padding), ".2f"), *[by_rows(x.compile_seconds, ".1f")] * compiled]
         else:
             cells += [""] * (len(columns) - 2)
-        out.append("| " + " | ".join([*cells, x.verdict if not x.error else f"{x.verdict}: {x.error}"]) + " |")
+        out.append("| " + " | ".join([*cells, x.verdict if not x.error else f"{x.verdict}: {x.error}".replace("|", "\\|")]) + " |")
     return "\n".join(out) + "\n"
 
 
