@@ -10,6 +10,8 @@ from mkgen.importing.config import Config
 from mkgen.importing.quant import QUANT_KEY, formats, quantisation, stored_bytes
 from mkgen.importing.record import Record
 from mkgen.plan.planner import make_plan
+from mkgen.plan.shard import round_up
+from mkgen.plan.tape import LANES
 from mkgen.spec import checks_build
 from mkgen.spec.model import Build, Model, Moe, Spec
 from mkgen.spec.validate import Checker, validate
@@ -18,6 +20,7 @@ from mkgen.targets import Target, load_target
 
 SHARE = 0.8                                      # of the HBM may be weights; the rest is for caches and states
 CONTEXT = 4096
+PADDED = 1.125                                   # columns of experts, with padding, to true ones
 FEWER = ((10, 3), (8, 2), (6, 2), (4, 2))        # ring_depth, expert_slots
 
 
@@ -77,15 +80,22 @@ def in_vmem(model: Model, build: Build, target: Target) -> tuple[Build, str]:
 
 
 def candidates(model: Model, target: Target, size: float) -> Iterator[Build]:
-    """Builds that hold `size` bytes, fewest ranks first; experts whole before their width is cut."""
-    moe = any(isinstance(f, Moe) for f in model.ffns.values())
+    """Builds that hold `size` bytes, fewest ranks first."""
+    moe = [f for f in model.ffns.values() if isinstance(f, Moe)]
     for mesh in meshes(target):
         ranks = Build(target.name, mesh).ranks
         if ranks * target.hbm_bytes * SHARE < size:
             continue
-        for tensor in [t for t in range(1, ranks + 1) if ranks % t == 0] if moe else [1]:
+        for tensor in sorted((t for t in range(1, ranks + 1) if ranks % t == 0), key=lambda t: cut(moe, t)) if moe else [1]:
             yield Build(target.name, mesh, expert_parallel=ranks // tensor if moe else 1, tensor_parallel=tensor, rows=(1, 8),
                         context=CONTEXT)
+
+
+def cut(moe: list[Moe], tensor: int) -> tuple[bool, int]:
+    """For sorting: first the cuts of an expert's width that leave whole panels of 128, nearly, the finest in front: the more ranks
+    share each expert, the less they wait for the one that has most to run. A norm of its output needs an expert whole."""
+    good = all(tensor * round_up(-(-f.width // tensor), LANES) <= PADDED * f.width and not (f.expert_norm and tensor > 1) for f in moe)
+    return not good, -tensor if good else tensor
 
 
 def meshes(target: Target) -> Iterator[dict[str, int]]:
