@@ -6,6 +6,7 @@ is for interpret mode only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from dataclasses import replace
 
@@ -15,18 +16,20 @@ from mkgen.graph.ops.gqa_attention import KvGroups
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
 from mkgen.plan.shard import apart, local_units, round_up, sharers
+from mkgen.prove.coverage import pieces
 from mkgen.spec import schedule
 from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, QueryTemperature, Rope, Router, Run, Spec
+from mkgen.spec.roles import tensors
 from mkgen.spec.schedule import Item, Name, Repeat
 from mkgen.spec.validate import validate
 from mkgen.spec.yaml_lines import Where
 from mkgen.targets import load_target
 
-HIDDEN = 256  # not counting what is over the last whole 128
+HIDDEN = 256, 384  # not counting what is over the last whole 128
 HEAD = 32  # features of a head
 STEP = 0.1, 0.5  # bounds of a recurrence's step
 HEADS = 3  # of a rank: odd, as a padded count has to be
-GROUP = 2  # of query heads that a rank has: with one KV head, q, k and v fill one block's columns
+GROUP = 2, 8  # of query heads that a rank has: with one KV head, q, k and v fill one block's columns; or `o` is deep enough to cut
 LATENT = 144, 16  # cached latent and shared key: they meet inside a block of 128
 RANK = 20  # a rank's columns of a low-rank projection
 WIDE = 128  # a rank's columns of a wide projection, not counting what is over 128
@@ -39,27 +42,45 @@ SOFTCAP = 2.0  # of logits, before their scale
 VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
 GROUPED = 16  # KV heads of a rank that are more than one group of them
 TILE, TILES = 16, 4  # a window or a chunk is shorter than a tile: whole tiles are left out
-BLOCK_KIB = 48, 64, 96, 128  # the first that can hold a block of every matrix: most are cut, along K too
+BLOCK_KIB = 48, 64, 40, 32, 80, 96, 24, 128  # the first that cuts matrices in most of the ways that the full plan does
 
 
 def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
     """The mini of a valid spec; whole_mesh: on as many ranks as the spec's. Raises `SpecErrors` if a rule made something
     that is no valid spec.
     """
-    build = _build(spec, whole_mesh)
-    mini = Spec(_model(spec, build), build, spec.path, Where())
+    build, wanted = _build(spec, whole_mesh), _full_pieces(spec)
+    best, least = None, math.inf
+    for hidden, group in itertools.product(HIDDEN, GROUP):
+        mini = _sized(spec, build, hidden, group)
+        graph, target = build_graph(mini), load_target(build.chip)
+        best = best or mini
+        for kib in BLOCK_KIB:
+            tried = replace(mini, build=replace(mini.build, block_kib=kib))
+            with contextlib.suppress(MkgenError, ValueError):
+                plan = make_plan(tried, graph, target)
+                missing = len(wanted - pieces(plan)) + (len(plan.regions["end"].chunks) <= plan.ring_depth)
+                if missing < least:
+                    best, least = tried, missing
+        if least == 0:
+            break
+    return best
+
+
+def _sized(spec: Spec, build: Build, hidden: int, group: int) -> Spec:
+    """The mini with these sizes, one of HIDDEN and of GROUP, and any block."""
+    mini = Spec(_model(spec, build, hidden, group), build, spec.path, Where())
     problems = validate(replace(mini, build=replace(build, mesh=_real_mesh(build))))
     if problems:
         raise SpecErrors(problems)
-    graph, target = build_graph(mini), load_target(build.chip)
-    mini = replace(mini, build=replace(build, expert_kib=_expert_kib(spec, mini)))
-    build = mini.build
-    for kib in BLOCK_KIB:
-        mini = replace(mini, build=replace(build, block_kib=kib))
-        with contextlib.suppress(MkgenError, ValueError):
-            make_plan(mini, graph, target)
-            break
-    return mini
+    return replace(mini, build=replace(build, expert_kib=_expert_kib(spec, mini)))
+
+
+def _full_pieces(spec: Spec) -> set[str]:
+    """What the full plan's code is printed from; nothing where the spec has no plan."""
+    with contextlib.suppress(MkgenError, ValueError):
+        return pieces(make_plan(spec, build_graph(spec), load_target(spec.build.chip)))
+    return set()
 
 
 def _build(spec: Spec, whole_mesh: bool) -> Build:
@@ -110,20 +131,24 @@ def _real_mesh(build: Build) -> dict[str, int]:
     return build.mesh if left > 1 else dict(reversed([f for f in mesh.items() if f[1] > 1] or [("core", 1)]))
 
 
-def _model(spec: Spec, build: Build) -> Model:
+def _model(spec: Spec, build: Build, hidden: int, group: int) -> Model:
     old = spec.model
     mixer, ffn = _columns(old)
     runs = tuple(Run(*run) for run in zip(schedule.expand(mixer), schedule.expand(ffn)))
-    mixers = {name: _MIXERS[type(kind)](kind, spec.build.ranks, build.ranks) for name, kind in old.mixers.items()}
+    ranks = spec.build.ranks, build.ranks
+    mixers = {
+        name: _gqa(kind, *ranks, group) if isinstance(kind, Gqa) else _MIXERS[type(kind)](kind, *ranks)
+        for name, kind in old.mixers.items()
+    }
     ffns = {
         name: _mlp(kind, spec.build, build) if isinstance(kind, Mlp) else _moe(kind, spec.build, build)
         for name, kind in old.ffns.items()
     }
     residual = replace(old.residual, block=_block(runs)) if old.residual.kind == "block_softmax" else old.residual
     vocab = min(old.vocab, build.ranks * VOCAB - 3)
-    return replace(
+    mini = replace(
         old,
-        hidden=like(old.hidden, HIDDEN),
+        hidden=like(old.hidden, hidden),
         vocab=vocab,
         usable_vocab=old.usable_vocab and min(old.usable_vocab, 2 * vocab // 3),  # some row's best id is not usable
         logit_softcap=min(old.logit_softcap, abs(old.logit_scale) * SOFTCAP),  # it bends
@@ -135,7 +160,9 @@ def _model(spec: Spec, build: Build) -> Model:
         schedule=runs,
         residual=residual,
         parameters=None,
+        ignore=(),
     )
+    return replace(mini, checkpoint={t.role: t.role + _FIELDS[t.per] for t in tensors(mini).values()})
 
 
 def like(width: int, small: int) -> int:
@@ -220,11 +247,11 @@ def _block(runs: tuple[Run, ...]) -> int:
 # -- kinds -----------------------------------------------------------------------------------------------------
 
 
-def _gqa(a: Gqa, old_ranks: int, ranks: int) -> Gqa:
+def _gqa(a: Gqa, old_ranks: int, ranks: int, group: int) -> Gqa:
     head, value = min(a.head_dim, HEAD), a.value_dim
     old = [local_units(n, old_ranks, a.kv_heads) for n in (a.heads, a.kv_heads)]
     grouped = KvGroups(*old, a.head_dim, value or a.head_dim).lanes().groups > 1
-    heads, kv_heads = few_heads(a.heads, a.kv_heads, old_ranks, ranks, GROUPED if grouped else 2, GROUP)
+    heads, kv_heads = few_heads(a.heads, a.kv_heads, old_ranks, ranks, GROUPED if grouped else 2, group)
     if value is not None and value != a.head_dim:  # wider or narrower, as it was
         value = min(value, head + 8 if value > a.head_dim else head - 8)
     rope, warm = a.rope, a.query_temperature
@@ -333,7 +360,8 @@ def _groups(r: Router, experts: int) -> Router:
     return replace(r, groups=groups, group_top_k=max(1, r.group_top_k * groups // r.groups))
 
 
-_MIXERS = {Gqa: _gqa, Mla: _mla, Linear: _linear}
+_FIELDS = {"model": "", "layer": ".{layer}", "expert": ".{layer}.{expert}"}  # a tensor a role: cuts are of the full widths
+_MIXERS = {Mla: _mla, Linear: _linear}
 
 
 def _product(mesh: dict[str, int]) -> int:
