@@ -27,10 +27,10 @@ def model(**build) -> Spec:
                 hidden=200, **build)
 
 
-def logits(made: Spec, tokens: int = 12) -> np.ndarray:
+def logits(made: Spec, tokens: int = 12, exact: bool = False) -> np.ndarray:
     """[2, vocab] after a few tokens."""
-    graph = build_graph(made)
-    decoder, ids = Decoder(graph, RandomParams(graph, 0, made), 2, made.build.context), np.random.default_rng(1).integers(0, 301, (tokens, 2))
+    graph, ids = build_graph(made), np.random.default_rng(1).integers(0, made.model.vocab, (tokens, 2))
+    decoder = Decoder(graph, RandomParams(graph, 0, made), 2, made.build.context, exact)
     return [decoder.step(now, np.full(2, t)) for t, now in enumerate(ids)][-1]
 
 
@@ -49,6 +49,10 @@ def test_kernel_of_a_latent_cache(build):
 def test_kernel_of_an_expanded_cache():
     """Keys and values of each head, of different widths; a rank has 2 + 3 + 1 of the heads, or padding."""
     prove_kernel(model(mla_cache="expanded"))
+
+
+def test_both_caches_mean_the_same():
+    assert np.allclose(*(logits(model(mla_cache=c), exact=True) for c in ("latent", "expanded")), rtol=0, atol=1e-5)
 
 
 AXES = [("turned", {"scale": None}), ("turned", {"rope": None}), ("turned", {"rope": replace(TURNED.rope, layout="half")}),
