@@ -51,6 +51,13 @@ def test_kernel_of_an_expanded_cache():
     prove_kernel(model(mla_cache="expanded"))
 
 
+@pytest.mark.slow
+def test_kernel_of_heads_in_blocks():
+    """32 heads of 24 and 32 columns through ring slots that hold 16 and 12 of them; a latent that is no multiple of 16."""
+    a = Mla(heads=32, kv_rank=40, nope_dim=24, rope_dim=8, v_dim=32, scale=0.6, rope=Rope(100.0))
+    prove_kernel(spec(1, {"a": a}, {"dense": Mlp(width=50)}, "a", "dense", hidden=120, block_kib=40))
+
+
 def test_both_caches_mean_the_same():
     assert np.allclose(*(logits(model(mla_cache=c), exact=True) for c in ("latent", "expanded")), rtol=0, atol=1e-5)
 

@@ -41,7 +41,7 @@ class Matrix:
     whole: bool                          # every rank holds all of it
     format: str = "bf16"
     group: int = 0                       # of K, that share a scale as stored; 0: columns do, or there is none
-    at_once: bool = False                # one block, whose numbers are needed themselves and not only products with them
+    at_once: bool = False                # read part by part: its numbers are needed themselves, not only products with it
 
     @property
     def section(self) -> Section:
@@ -97,7 +97,7 @@ def block_seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[flo
 
 
 def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target, fmt: str = "bf16",
-                group: int = 0, rows: int = 8, terms: int = 1, at_once: bool = False) -> tuple[Matrix, str]:
+                group: int = 0, rows: int = 8, terms: int = 1) -> tuple[Matrix, str]:
     """The layout and block shape whose blocks take least time in all, then fewest bytes, then least time on the MXU; and why, in
     a line.
 
@@ -106,7 +106,7 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     found: list[tuple[tuple[float, int, float], Matrix]] = []
 
     def offer(layout: str, k_padded: int, n_padded: int, block_k: int, block_n: int) -> None:
-        m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group, at_once)
+        m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group)
         if m.block_rows <= slot_rows and m.block_rows % 8 == 0:
             copy, compute = block_seconds(m, target, rows, terms)
             found.append(((round(m.blocks * max(copy, compute) * 1e9), m.rows, m.blocks * compute), m))
@@ -120,13 +120,7 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
         for wide in divisors(panels + extra):
             for block_k in k_cuts:
                 offer("panels", k_whole, (panels + extra) * LANES, block_k, wide * LANES)
-    if at_once:
-        found = [f for f in found if f[1].blocks == 1]
-        if not found:
-            size = Matrix(name, parts, "panels", k, n, k_whole, panels * LANES, k_whole, panels * LANES, whole, fmt, group).block_rows // 2
-            raise MkgenError(f"{name}: [{k}, {n}] does not fit into build.block_kib = {slot_rows // 2}\n"
-                             f"  why: it is read as one block of {size} KiB\n  fix: raise build.block_kib")
-    elif n % LANES and not group:
+    if n % LANES and not group:
         k_whole, n_whole = round_up(k, LANES), round_up(n, 256 // FORMATS[fmt].bits)
         for cut in divisors(k // LANES) if k == k_whole else [1]:
             offer("lanes", k_whole, n_whole, k_whole // cut, n_whole)

@@ -1,7 +1,7 @@
 """The builder's view of weights: cuts them into chunks of the tape and gives the source text that reads them."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from math import gcd
@@ -12,8 +12,8 @@ from mkgen.graph.ir import Value, Weight
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.memory import ROWS_PADDED, Place, identifier
 from mkgen.plan.regions import Advance, Buffer, Start, Wait
-from mkgen.plan.section import DEPTH, LEAST_GROUP, Section, left_rows, stored_group
-from mkgen.plan.shard import local_units, unit_range
+from mkgen.plan.section import DEPTH, LEAST_GROUP, Section, depth_unit, left_rows, stored_group
+from mkgen.plan.shard import local_units, round_up, unit_range
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
 from mkgen.spec.formats import FORMATS
 
@@ -87,14 +87,14 @@ class Weights:
         width = sum(self.width(w, len(w.shape) - 1, whole) for w in ws)
         return Vector(name, tuple(w.name for w in ws), lines, width, ws[0].dtype, whole)
 
-    def matrix(self, name: str, ws: tuple[Weight, ...], along: str, beside: tuple[Weight, ...] = (), at_once: bool = False) -> Matrix:
+    def matrix(self, name: str, ws: tuple[Weight, ...], along: str, beside: tuple[Weight, ...] = ()) -> Matrix:
         """beside: all families that read the same input; they are whole or split together."""
         whole = self.ranks == 1 or (along == "columns" and self.whole(beside or ws)) or along == "whole"
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
         fmt = format_of(self.build, ws[0])
         m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target, fmt,
-                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms, at_once)
+                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms)
         self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else "")))
         self.memory.matrices[name] = m
         self.memory.weights.update({w.name: w for w in ws})
@@ -114,14 +114,32 @@ class Weights:
             self.memory.notes.append((name, f"a scale for each {group} rows of K instead of {FORMATS[fmt].group}: the ranks' shares cut groups"))
         return group
 
-    def block(self, key: str, w: Weight, along: str = "columns") -> tuple[dict, Matrix]:
-        """A small matrix [k, n] that is one block of the open chunk, as arguments of a step: `key` is source text of it, bf16; or
-        it is stored otherwise, `matrix` from row `at` on, to be decoded column by column."""
-        m = self.matrix(w.name, (w,), along, at_once=True)
-        at = self.take(m.block_rows, w.name, 0)
-        if m.format != "bf16":
-            return {key: "", "matrix": m, "at": at}, m
-        return {key: f"panels(m, g, {at}, {m.block_k}, {m.block_n})"}, m
+    def head_columns(self, w: Weight) -> Iterator[dict]:
+        """A matrix that is read head by head, in blocks of whole heads. Arguments of the step that reads a block: the `matrix`,
+        `at` which row of the chunk it lies, the block's number (`first`), `dim` columns of a head, and the heads `begin` to
+        `end` - 1 that it holds. The step is to be added before the next block is asked for."""
+        k, dim, fmt, alone = w.shape[0], w.shape[1] // w.units, format_of(self.build, w), self.ranks == 1
+        n, deep, whole = self.width(w, 1, alone), round_up(k, depth_unit(fmt)), LANES // gcd(dim, LANES)
+
+        def blocks_of(heads: int) -> Matrix:
+            wide = round_up(heads * dim, LANES)
+            return Matrix(w.name, (Part(w.name, n),), "panels", k, n, deep, -(-n // (heads * dim)) * wide, deep, wide, alone, fmt,
+                          self.group(w.name, fmt, w, alone), at_once=True)
+
+        heads = n // dim
+        sizes = [heads, *(size for size in range(heads // whole * whole, 0, -whole))]        # blocks begin at a panel
+        fits = next((size for size in sizes if blocks_of(size).block_rows <= self.memory.slot_rows), 0)
+        if not fits:
+            raise MkgenError(f"{w.name}: [{k}, {min(heads, whole) * dim}] does not fit into build.block_kib = {self.build.block_kib}\n"
+                             f"  why: it is read as blocks of whole heads, of {blocks_of(min(heads, whole)).block_rows // 2} KiB at least\n"
+                             "  fix: raise build.block_kib")
+        even = fits if fits == heads else round_up(-(-heads // -(-heads // fits)), whole)
+        m = self.memory.matrices[w.name] = blocks_of(even)
+        self.memory.weights[w.name] = w
+        self.memory.notes.append((w.name, f"panels, {m.blocks} x [{deep}, {m.block_n}]: read head by head"))
+        for i in range(m.blocks):
+            at = self.take(m.block_rows, w.name, i)
+            yield dict(matrix=m, at=at, first=i, dim=dim, begin=i * even, end=min((i + 1) * even, heads))
 
     def matmul(self, op) -> None:
         """A Linear: its matrices, one after another; families that are stored alike share one."""

@@ -75,14 +75,15 @@ class MlaAttention(Op):
         lanes = Lanes(blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), rows)
         scale = f"{self.nope_dim + self.rope_dim} ** -0.5" if self.scale is None else str(self.scale)
         name = open_cache(b, self, lanes, scale)
-        k_up, stored = b.block("k_up", self.k_up)
-        if k_up["k_up"] and stored.k_padded != self.kv_rank:
-            k_up["k_up"] += f"[:{self.kv_rank}]"
-        b.step(self, "mla", "mla_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "bf16"),
-               latent=b.read(self.latent, "f32"), key=b.read(self.key, "f32") if self.key else "", heads=heads, nope_dim=self.nope_dim, kv_rank=self.kv_rank,
-               **k_up)
+        for block in b.head_columns(self.k_up):
+            last = block["end"] == heads
+            b.step(self, "mla", "mla_queries", writes=(f"{name}_queries",) * last, q=b.read(self.q, "bf16"), heads=heads,
+                   head_dim=self.nope_dim + self.rope_dim, **block)
+        b.step(self, "mla", "mla_token", writes=(f"{name}_token",), latent=b.read(self.latent, "f32"),
+               key=b.read(self.key, "f32") if self.key else "", width=blocks * 128)
         b.close()
         attend(b, self, name)
-        v_up, _ = b.block("v_up", self.v_up)
-        b.step(self, "mla", "mla_output", reads=(f"{name}_mixed",), o=b.write(self.o), heads=heads, v_dim=self.v_dim, kv_rank=self.kv_rank,
-               **v_up)
+        o, kinds = b.write(self.o), (op for sub in b.memory.graph.sublayers() for op in sub.ops if isinstance(op, MlaAttention))
+        odd = any(op.v_dim % 128 for op in kinds)                             # the helper is simpler where heads fill panels
+        for block in b.head_columns(self.v_up):
+            b.step(self, "mla", "mla_output", reads=(f"{name}_mixed",), o=o, heads=heads, odd=odd, **block)
