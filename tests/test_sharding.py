@@ -77,7 +77,7 @@ def test_kernel_of_heads_and_columns_that_do_not_divide():
         "idle": Gqa(heads=9, kv_heads=3, head_dim=24, rope=Rope(1e4), qk_norm=QkNorm(), gate=Gate()),
         "uneven": Gqa(heads=10, kv_heads=2, head_dim=24, rope=Rope(1e4, 16)),
         "latent": Mla(heads=6, q_rank=40, kv_rank=24, nope_dim=20, rope_dim=12, v_dim=24, gate=Gate()),
-        "recurrent": Linear(heads=3, key_dim=24, value_dim=24, conv=Conv(3), decay=Decay("floor", "channel", 20, -4.0),
+        "recurrent": Linear(heads=6, key_heads=2, key_dim=24, value_dim=16, conv=Conv(3), decay=Decay("floor", "channel", 20, -4.0),
                             norm=LinearNorm(), gate=LinearGate("sigmoid"))},
         {"dense": Mlp(width=50), "tiny": Mlp(width=3)}, "idle uneven latent recurrent", "dense*3 tiny", hidden=200,
         mesh=FOUR))
