@@ -531,20 +531,19 @@ def attend_batch(m, kv, first, running):
         kv.mixed[row] = running[2] / running[1]
     return running
 
-def mla_inputs(kv, q, token, k_up, heads, nope_dim):
-    """Queries in the latent (q_nope k_up^T) beside their part for the shared key; the new token."""
-    queries = []
-    for h, head in enumerate(heads_of(q, q.shape[1] // heads)):
-        in_latent = dot_t(head[:, :nope_dim], k_up[:, h * nope_dim : (h + 1) * nope_dim])
-        both = jnp.concatenate([in_latent, head[:, nope_dim:].astype(f32)], axis=1)
-        queries.append(pad_lanes(both, kv.queries.shape[2]))
-    put_queries(kv, queries)
-    put_token(kv, pad_lanes(token, kv.token.shape[0] * LANES))
+def mla_queries(kv, heads, k_up, nope_dim):
+    """Query heads in the latent (q_nope k_up^T), beside their part for the shared key."""
+    out = []
+    for q, w in zip(heads, k_up):
+        key = [q[:, nope_dim:].astype(f32)] if q.shape[1] > nope_dim else []
+        both = jnp.concatenate([dot_t(q[:, :nope_dim], w), *key], axis=1)
+        out.append(pad_lanes(both, kv.queries.shape[2]))
+    return out
 
-def mla_output(kv, v_up, heads, v_dim):
-    """[8, heads * v_dim] f32: each head's mixed latent, out of the latent."""
-    mixed = jnp.swapaxes(kv.mixed[...], 0, 1)[:, :, : v_up.shape[0]]
-    out = [dot(mixed[h], v_up[:, h * v_dim : (h + 1) * v_dim]) for h in range(heads)]
+def mla_output(kv, v_up, first):
+    """Mixed latents of the heads from `first` on, out of the latent: f32 [8, v_dim] a head."""
+    mixed = jnp.swapaxes(kv.mixed[...], 0, 1)
+    out = [dot(mixed[h][:, : w.shape[0]], w) for h, w in enumerate(v_up, first)]
     return jnp.concatenate(out, axis=1)
 
 # ---- routed experts ------------------------------------------------------------------------------
@@ -878,8 +877,10 @@ def mla_mixer(m, layer, index, g):
     # -- mla.attention
     kv = open_cache(m, "cache", m.kv_items, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5)
     g = next_chunk(m, g)  # k_up 0
+    k_up = (panels(m, g, h * 256, 512, 128) for h in range(3))
+    put_queries(kv, mla_queries(kv, heads_of(m.q_b_y[...], 192), k_up, 128))
     token = jnp.concatenate([m.latent[...], m.kv_a_whole[:, 512:576]], axis=1)
-    mla_inputs(kv, m.q_b_y[...], token, panels(m, g, 0, 512, 384), 3, 128)
+    put_token(kv, pad_lanes(token, 640))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
@@ -901,8 +902,8 @@ def mla_mixer(m, layer, index, g):
         0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, empty_softmax(kv)
     )
     tape_copy(m, g).wait()  # v_up 0
-    v_up = panels(m, g, 0, 512, 384)
-    m.attended[...] = mla_output(kv, v_up, 3, 128)
+    v_up = (panels(m, g, h * 256, 512, 128) for h in range(3))
+    m.attended[...] = mla_output(kv, v_up, 0)
     # -- mla.gate
     gate = jax.nn.sigmoid(m.g_y[...])
     m.mla_gated[...] = m.attended[...] * gate
