@@ -78,6 +78,8 @@ MODULES = {
     "softplus_per_element": Gqa(4, 2, 16, rope=Rope(100.0, scaling=YARN), qk_norm=QkNorm(), gate=Gate("softplus")),
     "output_norm": Gqa(4, 2, 16, scale=3.5 / 4, rope=Rope(1e4), qk_norm=QkNorm(eps=1e-5, weight="none"), output_norm=Norm(eps=1e-5, weight="none"),
                        gate=Gate(), window=WINDOW),
+    "clip": Gqa(4, 2, 6, rope=Rope(100.0), clip=0.8),
+    "clip_behind_norm": Gqa(4, 2, 6, rope=Rope(100.0), qk_norm=QkNorm("full", eps=1e-5), clip=0.8),
 }
 NAMES = {f"a.{c}": f"{c}_proj.weight" for c in "qkvog"} | {"a.q_norm": "q_norm.weight", "a.k_norm": "k_norm.weight", "a.sinks": "sinks"}
 
@@ -120,6 +122,11 @@ KERNELS = {
     "groups": lambda: spec(1, {"a": Gqa(16, 16, 64, 48, qk_norm=QkNorm(weight="none", after_rope=True), rope=Rope(1e4, 40, "interleaved"),
                                         sinks=True, softcap=5.0, window=20, gate=Gate("softplus"), output_norm=Norm()),
                                "b": Gqa(2, 1, 256)}, FFN, "a b", "m*2", hidden=160),
+    # a third of the numbers are cut: behind products and biases, behind a norm over all heads, in front of one that comes after
+    "clip": lambda: spec(2, {"a": Gqa(4, 2, 24, rope=Rope(100.0), bias=("q", "v"), clip=1.0),
+                             "b": Gqa(6, 3, 32, 24, rope=Rope(100.0, 12), qk_norm=QkNorm("full"), clip=0.8),
+                             "c": Gqa(2, 1, 32, rope=Rope(100.0), qk_norm=QkNorm(after_rope=True), clip=0.7),
+                             "d": Gqa(2, 2, 32, qk_norm=QkNorm(), clip=0.6)}, FFN, "a b c d", "m*4", hidden=160),
 }
 
 

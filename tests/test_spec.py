@@ -118,6 +118,7 @@ BAD_SPECS = [
         "    spare:",
     ),
     (QWEN, "      heads: 32", "      heads: 0", "heads is 0"),
+    (QWEN, "      heads: 32", "      heads: 32\n      clip: -1.0", "clip is -1.0"),
     (QWEN, "      kv_heads: 4", "      kv_heads: 5", "32 heads cannot share 5 kv_heads"),
     (QWEN, "rope: {base: 1000000.0}", "rope: {base: 1000000.0, width: 130}", "cannot rotate 130"),
     (QWEN, "      top_k: 8", "      top_k: 129", "top_k 129 is more than the 128"),

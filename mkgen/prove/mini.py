@@ -36,7 +36,7 @@ WIDE = 128  # a rank's columns of a wide projection, not counting what is over 1
 NARROW = 64  # and where gate and up are to fill one block's columns
 EXPERT_INPUT = 384  # one whole 256-deep product and a rest
 EXPERT_WIDTH = 96  # a rank's
-LIMIT = 0.8  # of an activation: random gates and ups go well beyond it
+LIMIT = 0.8  # of an activation, of q, k and v: random ones go well beyond it
 LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
 SOFTCAP = 2.0  # of logits, before their scale
 VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
@@ -261,7 +261,7 @@ def _gqa(a: Gqa, old_ranks: int, ranks: int, group: int) -> Gqa:
         warm = replace(warm, length=min(warm.length, TILE // 2))
     chunk = min(a.chunk, TILE if a.chunk % TILE == 0 else TILE - 5)
     return replace(a, heads=heads, kv_heads=kv_heads, head_dim=head, value_dim=value, rope=rope, query_temperature=warm, chunk=chunk,
-                   window=min(a.window, TILE - 3))
+                   window=min(a.window, TILE - 3), clip=min(a.clip, LIMIT))
 
 
 def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:

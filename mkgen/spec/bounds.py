@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 _POSITIVE = ("eps", "qk_eps", "rank_eps", "scale", "beta", "linear_beta", "base", "multiplier", "temperature", "embed_scale", "logit_scale")
-_CAPS = ("softcap", "logit_softcap", "limit")
+_CAPS = ("softcap", "logit_softcap", "limit", "clip")
 
 
 def out_of_bounds(name: str, value: Any, default: Any = None) -> tuple[str, str] | None:

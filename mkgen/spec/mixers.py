@@ -27,6 +27,8 @@ class Gqa:
     output_norm: Norm | None = None              # of each head's output, before the gate
     gate: Gate | None = None
     bias: tuple[str, ...] = ()                   # which of q, k, v, o have one
+    clip: float = 0.0                            # q, k and v are cut to [-clip, clip]: v as projected, q and k in front of the
+                                                 # rotation, behind a norm that stands there; 0: none
 
 
 @dataclass(frozen=True)

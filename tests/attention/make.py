@@ -65,6 +65,9 @@ def cases():
     c = config("muse_spark", "MuseSparkTextConfig", qk_scale_factor=3.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     yield ("output_norm", module("muse_spark", "MuseSparkTextAttention")(c, 0),
            tables(module("muse_spark", "MuseSparkTextRotaryEmbedding")(c)), WINDOW)
+    for name, model, prefix in (("clip", "olmo", "Olmo"), ("clip_behind_norm", "olmoe", "Olmoe")):
+        c = config(model, f"{prefix}Config", head_dim=6, clip_qkv=0.8, rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+        yield name, module(model, f"{prefix}Attention")(c, 0), tables(module(model, f"{prefix}RotaryEmbedding")(c)), None
 
 
 def frequencies():
