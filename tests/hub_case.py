@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from mkgen.reference.evaluate import Decoder                       # noqa: E402
 from mkgen.reference.params import TensorParams                    # noqa: E402
 from mkgen.spec.model import Build, Spec                           # noqa: E402
 
-CONTEXT = 32                                 # the oracle's sequences are 21 tokens long
+CONTEXT, TILE = 32, 16                       # the oracle's sequences are 21 tokens long
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Result:
     bound: float
     argmax: bool
     routing: bool | None
-    seconds: float
 
     @property
     def good(self) -> bool:
@@ -42,7 +42,7 @@ class Result:
 
 def spec_of(made: Imported, rows: int) -> Spec:
     """The imported model on one core."""
-    build = Build("tpu7x", {"core": 1}, rows=(rows,), context=CONTEXT, kv_tile=16, block_kib=128, ring_depth=4, expert_slots=2, kv_slots=4)
+    build = Build("tpu7x", {"core": 1}, rows=(rows,), context=CONTEXT, kv_tile=TILE, block_kib=128, ring_depth=4, expert_slots=2, kv_slots=4)
     return Spec(made.model, build, "imported")
 
 
@@ -51,20 +51,47 @@ def imported(folder: Path, tensors: dict[str, np.ndarray], settings: tuple[str, 
     return import_hf(folder / "config.json", identifier(folder.name), settings, model_only=True, names=tensors)
 
 
-def run(folder: Path, tensors: dict[str, np.ndarray], made: Imported | None = None) -> Result:
-    """Decodes the oracle's tokens one at a time, all sequences side by side, in float32."""
-    began = time.perf_counter()
+@dataclass(frozen=True)
+class Decoded:
+    """All tokens through the float32 reference. chosen [token][layer] [B, k]; before: its states before some tokens."""
+    imported: Imported
+    params: TensorParams
+    logits: np.ndarray                       # [B, T, V]
+    chosen: list
+    before: dict[int, dict[str, np.ndarray]]
+
+
+def decode(folder: Path, tensors: dict[str, np.ndarray], made: Imported | None = None, keep: tuple[int, ...] = ()) -> Decoded:
+    """Decodes the oracle's tokens one at a time, all sequences side by side."""
     made = made or imported(folder, tensors)
-    io, meta = np.load(folder / "io.npz"), json.loads((folder / "meta.json").read_text())
-    ids, prompt = io["input_ids"], meta["prompt_len"]
-    decoder = Decoder(build_graph(spec_of(made, len(ids))), TensorParams(tensors, made.model.checkpoint), len(ids), CONTEXT, exact=True)
-    logits, chosen = [], []
+    ids, params = np.load(folder / "io.npz")["input_ids"], TensorParams(tensors, made.model.checkpoint)
+    decoder = Decoder(build_graph(spec_of(made, len(ids))), params, len(ids), CONTEXT, exact=True)
+    logits, chosen, before = [], [], {}
     for t in range(ids.shape[1]):
+        if t in keep:
+            before[t] = {n: s.copy() for n, s in decoder.states.items()}
         logits.append(decoder.step(ids[:, t], np.full(len(ids), t, np.int32)))
         chosen.append([np.stack([np.flatnonzero(row) for row in c]) for _, _, c, _ in decoder.notes])
-    have, want = np.stack(logits, 1), np.concatenate([io["prefill_logits"], io["logits"][:, 1:]], 1)
-    return Result(made, float(np.abs(have - want).max()), fp32_bound(meta), bool((have.argmax(-1) == want.argmax(-1)).all()),
-                  same_experts(folder, chosen, prompt), time.perf_counter() - began)
+    return Decoded(made, params, np.stack(logits, 1), chosen, before)
+
+
+@lru_cache(maxsize=None)
+def kept(folder: Path) -> Decoded:
+    """Of a kept folder; once for all tests, since it takes seconds."""
+    from oracle_tensors import make
+    return decode(folder, make(folder), keep=(TILE - 1, TILE))
+
+
+def judged(folder: Path, have: Decoded) -> Result:
+    """What was decoded against the oracle's answers."""
+    io, meta = np.load(folder / "io.npz"), json.loads((folder / "meta.json").read_text())
+    want = np.concatenate([io["prefill_logits"], io["logits"][:, 1:]], 1)
+    return Result(have.imported, float(np.abs(have.logits - want).max()), fp32_bound(meta),
+                  bool((have.logits.argmax(-1) == want.argmax(-1)).all()), same_experts(folder, have.chosen, meta["prompt_len"]))
+
+
+def run(folder: Path, tensors: dict[str, np.ndarray], made: Imported | None = None) -> Result:
+    return judged(folder, decode(folder, tensors, made))
 
 
 def same_experts(folder: Path, chosen: list, prompt: int) -> bool | None:
@@ -111,9 +138,9 @@ def main(folders: list[str]) -> int:
             tensors = {name: checkpoint.read(name) for name in checkpoint.names}
             if target:
                 keep(folder, tensors, target / folder.name)
-            r = run(folder, tensors)
+            began, r = time.perf_counter(), run(folder, tensors)
             line = (f"error {r.error:.1e} of {r.bound:.1e}, argmax {'as theirs' if r.argmax else 'OTHERS'}, "
-                    f"experts {'-' if r.routing is None else 'as theirs' if r.routing else 'OTHERS'}, {r.seconds:.1f} s")
+                    f"experts {'-' if r.routing is None else 'as theirs' if r.routing else 'OTHERS'}, {time.perf_counter() - began:.1f} s")
             print(f"{'pass' if r.good else 'FAIL'} {folder.name}: {line}", flush=True)
             bad += not r.good
         except Exception as error:
