@@ -72,6 +72,11 @@ class Coded:
         return self.has(lambda fmt, group: few_rows(fmt, group, self.terms) > 0)
 
     @property
+    def sixteen(self) -> bool:
+        """Has a dot sixteen groups?"""
+        return any(DEPTH // s.group == 16 for s in self.products)
+
+    @property
     def short(self) -> bool:
         """Is there a K that is no whole number of dots?"""
         return any(s.k % DEPTH for s in self.products)
