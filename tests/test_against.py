@@ -46,6 +46,16 @@ def test_a_wrong_number_fails_and_says_where(folder):
     assert got.exit_code == 1 and "first position out of bounds: " in got.output and "verdict: fail" in got.output
 
 
+def test_tensors_that_the_spec_forgot_or_misnames(folder):
+    text = (folder / "spec.yaml").read_text()
+    forgot = "".join(line for line in text.splitlines(True) if "q_norm: " not in line and "k_norm: " not in line)
+    for wrong, words in ((text.replace("mlp.up_proj", "mlp.fc1"), ("missing", "mlp.fc1.weight", "extra", "mlp.up_proj.weight")),
+                         (forgot, ("extra", "q_norm.weight"))):
+        (folder / "wrong.yaml").write_text(wrong)
+        got = run(folder, "wrong.yaml")
+        assert got.exit_code == 2 and all(word in got.output for word in words), got.output
+
+
 def test_recordings_that_are_none(folder):
     (folder / "text.npz").write_text("no archive")
     np.savez(folder / "narrow.npz", input_ids=np.zeros((1, 2), int), logits=np.zeros((1, 2, 3)))

@@ -70,6 +70,11 @@ def test_both_dialects_say_the_same(put):
     assert first.mixers["attention"].rope.scaling.kind == "linear"
 
 
+def test_biases_of_an_mlp(put):
+    made = import_hf(put(LLAMA, mlp_bias=True)).model
+    assert made.ffns["dense"].bias and {"dense.gate_bias", "dense.up_bias", "dense.down_bias"} <= made.checkpoint.keys()
+
+
 def test_contradictions(put):
     why = refusals(put(LLAMA, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
     assert "contradict" in why["rope_theta"]

@@ -163,7 +163,7 @@ def unread(config: dict, record: Record, ignorable: dict[str, str], known: Itera
             record.ignored[path] = why
         else:
             record.refuse(path, f"a key that the data file of this model type does not read (its value is {shown(value)})",
-                          f"did you mean {near}?" if near else "if the decoder does not need it, say so: --ignore " + leaf)
+                          (f"did you mean {near}? " if near else "") + f"if the decoder does not need it, say so: --ignore {leaf}")
 
 
 def flat(config: dict, record: Record, prefix: str = "") -> dict[str, Any]:

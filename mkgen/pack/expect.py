@@ -111,7 +111,7 @@ def match(expected: Iterable[Expected], checkpoint: Tensors, ignore: Sequence[st
         raise MkgenError(f"{checkpoint.directory}: not the tensors that the spec expects, "
                          f"{len(problems)} problems\n" + "\n".join(lines) +
                          f"\n  why: the spec has {want:,} parameters, the tensors of their names hold {have:,}\n"
-                         "  fix: correct the spec, or --ignore PATTERN (model.ignore) for tensors that the decoder does not need")
+                         "  fix: correct the spec, or list tensors that the decoder does not need in model.ignore (mkgen pack: --ignore PATTERN)")
     return sources
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mkgen.graph.ir import Weight
@@ -37,10 +37,12 @@ class Expected:
 
 def expected(plan: Plan) -> list[Expected]:
     """One `Expected` a tensor, in the order of the roles. Per-head vectors may be padded in a checkpoint."""
-    model = plan.spec.model
-    split = [w for w in plan.weights.values() if w.split is not None]
-    per_head = {r for w in split if w.assemble in ("vector", "exp") for r in w.roles}
-    return expected_of(model, per_head)
+    return expected_of(plan.spec.model, per_head(plan.weights.values()))
+
+
+def per_head(weights: Iterable[Weight]) -> set[str]:
+    """Roles of vectors with an element a head or channel."""
+    return {r for w in weights if w.split is not None and w.assemble in ("vector", "exp") for r in w.roles}
 
 
 def expected_of(model: Model, narrow: set[str] = frozenset()) -> list[Expected]:

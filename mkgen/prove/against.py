@@ -13,7 +13,9 @@ import numpy as np
 
 from mkgen.errors import MkgenError
 from mkgen.graph.build import build_graph
+from mkgen.pack.expect import match
 from mkgen.pack.hub import Checkpoint
+from mkgen.pack.wanted import expected_of, per_head
 from mkgen.reference.evaluate import Decoder
 from mkgen.reference.params import TensorParams
 from mkgen.spec.model import Spec
@@ -39,9 +41,13 @@ class Comparison:
 def compare(spec: Spec, folder: Path, recorded: Path, bound: float | None = None,
             tell: Callable[[int, int], None] = lambda done, total: None) -> Comparison:
     """Decodes the recorded tokens one at a time in float32, all sequences side by side. bound: of |d logits|; None: BOUND of the
-    largest logit. Raises MkgenError for a file that is not as it should be."""
+    largest logit. Raises MkgenError for a file that is not as it should be, and for tensors that are not those of the spec: one that
+    no role takes is a part of the model that the spec forgot."""
     ids, logits = read(recorded, spec.model.vocab)
-    decoder = Decoder(build_graph(spec), TensorParams(Checkpoint(folder), spec.model.checkpoint), len(ids), ids.shape[1], exact=True)
+    graph, checkpoint = build_graph(spec), Checkpoint(folder)
+    narrow = per_head(w for sub in graph.sublayers() for op in sub.ops for w in op.weights())
+    match(expected_of(spec.model, narrow), checkpoint, spec.model.ignore)
+    decoder = Decoder(graph, TensorParams(checkpoint, spec.model.checkpoint), len(ids), ids.shape[1], exact=True)
     found = []
     for t in range(ids.shape[1]):
         found.append(decoder.step(ids[:, t], np.full(len(ids), t, np.int32)))

@@ -94,15 +94,16 @@ def _whole_hosts(c: Checker) -> None:
 
 def parallel(c: Checker) -> None:
     product = c.build.expert_parallel * c.build.tensor_parallel
-    if product == 1 and not any(isinstance(f, Moe) for f in c.model.ffns.values()):
+    routed = any(isinstance(f, Moe) for f in c.model.ffns.values())
+    if product == 1 and not routed:
         return  # nothing to share out
     if product != c.ranks:
         c.say(
             ("build", "expert_parallel"),
             f"expert_parallel {c.build.expert_parallel} x tensor_parallel {c.build.tensor_parallel}"
             f" is {product}, the mesh has {c.ranks} ranks",
-            "every rank holds one share of the experts",
-            f"choose two factors of {c.ranks}",
+            "every rank holds one share of the experts" if routed else "they share out experts, and this model has none",
+            f"choose two factors of {c.ranks}" if routed else "leave both out",
         )
 
 

@@ -77,11 +77,12 @@ def roles(c: Checker) -> None:
             path if c.where.has(*path) else ("model",),
             f"missing checkpoint roles: {', '.join(missing)}",
             "the kinds of this model have these tensors, and their names in the checkpoint are not known",
-            "add a line for each, as in `"
-            + f"{missing[0]}: "
-            + {"model": "name`", "layer": "name.{layer}.weight`", "expert": "name.{layer}.{expert}.weight`"}[
-                known[missing[0]].per
-            ],
+            "add a line for each, as in "
+            + " and ".join(
+                f"`{next(role for role in missing if known[role].per == per)}: {name}`"
+                for per, name in {"model": "name", "layer": "name.{layer}.weight", "expert": "name.{layer}.{expert}.weight"}.items()
+                if any(known[role].per == per for role in missing)
+            ),
         )
 
 
