@@ -122,7 +122,7 @@ KERNELS = {
     "groups": lambda: spec(1, {"a": Gqa(16, 16, 64, 48, qk_norm=QkNorm(weight="none", after_rope=True), rope=Rope(1e4, 40, "interleaved"),
                                         sinks=True, softcap=5.0, window=20, gate=Gate("softplus"), output_norm=Norm()),
                                "b": Gqa(2, 1, 256)}, FFN, "a b", "m*2", hidden=160),
-    # a third to a half of the numbers are cut: behind products and biases, behind a norm over all heads, in front of one that comes after
+    # a third to a half of the numbers are cut: behind products and biases, behind a norm, in front of one
     "clip": lambda: spec(2, {"a": Gqa(4, 2, 24, rope=Rope(100.0), bias=("q", "v"), clip=1.0),
                              "b": Gqa(6, 3, 32, 24, rope=Rope(100.0, 12), qk_norm=QkNorm("full"), clip=0.8),
                              "c": Gqa(2, 1, 32, rope=Rope(100.0), qk_norm=QkNorm(after_rope=True), clip=0.7),
