@@ -205,7 +205,7 @@ def test_interpreter_finds_races_and_semaphores():
 def test_verify_passes():
     rungs = verify_spec(load_spec(SPECS / "qwen3_30b_a3b.yaml"))
     assert verdict(rungs) == "pass", [r for r in rungs if r.verdict == "fail"]
-    assert {r.name for r in rungs if r.verdict == "skipped"} <= {"reach: residual blocks"}
+    assert {r.name for r in rungs if r.verdict == "skipped"} <= {"reach: residual blocks", "reach: windows"}
 
 
 BROKEN = """
