@@ -111,12 +111,12 @@ KERNELS = {
         "far": Gqa(8, 2, 32, sinks=True, bias=("q", "v"), rope=Rope(100.0))}, FFN, "near far", "m*2", hidden=160),
     # four ranks and three KV heads, a norm over all heads, narrow values, a chunk that is no multiple of a tile
     "full": lambda: spec(4, {"a": Gqa(9, 3, 48, 40, qk_norm=QkNorm("full"), rope=Rope(1e4, 12), value_scale=0.7, softcap=3.0, chunk=11,
-                                      gate=Gate("softplus", "head"), output_norm=Norm("layer", weight="before"), bias=("o",),
-                                      query_temperature=QueryTemperature(0.5, 8, 1))},
-                         FFN, "a*2", "m*2", hidden=160, mesh={"chip": 2, "core": 2}),
+                                      gate=Gate("softplus", "head"), output_norm=Norm("layer", weight="before"), bias=("o",))}, FFN,
+                          "a*2", "m*2", hidden=160, mesh={"chip": 2, "core": 2}),
     # one KV head, repeated: it counts once in the norm over all heads; float32 activations
-    "shared": lambda: spec(2, {"a": Gqa(6, 1, 24, qk_norm=QkNorm("full", offset=1.0), rope=Rope(1e4, 12), chunk=16, scale=0.3,
-                                        gate=Gate("sigmoid", "head"), output_norm=Norm(weight="none"), bias=("k",))},
+    "shared": lambda: spec(2, {"a": Gqa(6, 1, 24, qk_norm=QkNorm("full", offset=1.0), rope=Rope(1e4, 12), chunk=16, scale=0.15,
+                                        gate=Gate("sigmoid", "head"), output_norm=Norm(weight="none"), bias=("k",),
+                                        query_temperature=QueryTemperature(1.0, 32, 17))},
                            FFN, "a*2", "m*2", hidden=160, activations="f32"),
     # as many KV heads as heads: groups of them; pairs that are neighbours, a norm behind the rotation
     "groups": lambda: spec(1, {"a": Gqa(16, 16, 64, 48, qk_norm=QkNorm(weight="none", after_rope=True), rope=Rope(1e4, 40, "interleaved"),
