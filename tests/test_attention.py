@@ -182,10 +182,11 @@ def test_groups_of_kv_heads(heads, kv_heads, head_dim, size):
 def test_the_mini_keeps_the_axes():
     """Windows shorter than a tile, chunks that are whole tiles or not, value heads narrower, several groups."""
     a = Gqa(64, 64, 192, 128, window=4096, rope=Rope(width=64), query_temperature=QueryTemperature(0.1, 8192))
-    b = Gqa(32, 4, 128, chunk=8192)
+    b = Gqa(32, 4, 128, chunk=8192, softcap=50.0)
     full = spec(2, {"a": a, "b": b}, FFN, "a b", "m*2", hidden=256, kv_tile=16, context=16384, block_kib=4096)
     mini = mini_spec(full)
     a, b = mini.model.mixers["a"], mini.model.mixers["b"]
     assert 0 < a.window < mini.build.kv_tile == b.chunk and a.value_dim < a.head_dim and a.query_temperature.length < mini.build.kv_tile
+    assert 0 < b.softcap <= 2                           # random scores are about 1: the cap bends them
     steps = str(planned(mini).regions["a"].body)
     assert re.search(r"'groups': '2'", steps) and "'window'" in steps

@@ -161,11 +161,12 @@ def test_a_mini_keeps_the_axes():
     """Groups that shut some experts out, limits that random gates reach."""
     router = replace(GROUPED.router, groups=8, group_top_k=4)
     big = spec(8, ATTENTION, {"f": replace(CLAMPED, experts=128, top_k=8, width=1024, router=router,
-                                           activation=Activation(limit=7.0))}, "a*3", "f*3", hidden=512, tensor_parallel=2,
+                                           activation=Activation("situ", limit=7.0))}, "a*3", "f*3", hidden=512, tensor_parallel=2,
                expert_parallel=4, mesh={"chip": 4, "core": 2}, block_kib=1024)
     f = mini_spec(big).model.ffns["f"]
     assert 1 < f.router.group_top_k < f.router.groups and f.experts // f.router.groups > 1
     assert f.top_k <= f.experts // f.router.groups * f.router.group_top_k and f.activation.limit < 1
+    assert f.activation.beta <= 2 and f.activation.linear_beta <= 2     # where random gates and ups saturate
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------------

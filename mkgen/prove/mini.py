@@ -38,7 +38,7 @@ EXPERT_INPUT = 384  # one whole 256-deep product and a rest
 EXPERT_WIDTH = 96  # a rank's
 LIMIT = 0.8  # of an activation, of q, k and v: random ones go well beyond it
 LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
-SOFTCAP = 2.0  # of logits, before their scale
+SOFTCAP = 2.0  # of logits, before their scale; of scores; of what a saturating activation is given
 VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
 GROUPED = 16  # KV heads of a rank that are more than one group of them
 TILE, TILES = 16, 4  # a window or a chunk is shorter than a tile: whole tiles are left out
@@ -260,8 +260,19 @@ def _gqa(a: Gqa, old_ranks: int, ranks: int, group: int) -> Gqa:
     if warm is not None:  # short enough to change between the positions of the proof
         warm = replace(warm, length=min(warm.length, TILE // 2))
     chunk = min(a.chunk, TILE if a.chunk % TILE == 0 else TILE - 5)
-    return replace(a, heads=heads, kv_heads=kv_heads, head_dim=head, value_dim=value, rope=rope, query_temperature=warm, chunk=chunk,
-                   window=min(a.window, TILE - 3), clip=min(a.clip, LIMIT))
+    return replace(
+        a,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head,
+        value_dim=value,
+        rope=rope,
+        query_temperature=warm,
+        clip=min(a.clip, LIMIT),
+        softcap=min(a.softcap, SOFTCAP),  # it bends
+        chunk=chunk,
+        window=min(a.window, TILE - 3),
+    )
 
 
 def _mla(a: Mla, old_ranks: int, ranks: int) -> Mla:
@@ -329,8 +340,8 @@ def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
 
 
 def _activation(a: Activation) -> Activation:
-    """Its limit where random weights reach it."""
-    return replace(a, limit=min(a.limit, LIMIT))
+    """Its limits where random weights reach them."""
+    return replace(a, limit=min(a.limit, LIMIT), beta=min(a.beta, SOFTCAP), linear_beta=min(a.linear_beta, SOFTCAP))
 
 
 def _moe(f: Moe, old: Build, new: Build) -> Moe:
