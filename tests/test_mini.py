@@ -244,3 +244,9 @@ def test_mini_runs_all_code_of_the_full_plan(case):
     full, _, plan = case
     rung = code(planned(full), plan)
     assert rung.verdict == "pass", rung.reason
+
+
+def test_the_mini_stores_matrices_as_the_full_model_does(case):
+    """Also those that its own widths would leave out of the `rest`."""
+    full, _, plan = case
+    assert {n: m.format for n, m in planned(full).matrices.items()} == {n: m.format for n, m in plan.matrices.items()}

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from mkgen.errors import MkgenError, SpecErrors
 from mkgen.graph.build import build_graph
+from mkgen.graph.formats import format_of
+from mkgen.graph.ir import Weight
 from mkgen.graph.ops.gqa_attention import KvGroups
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
@@ -25,15 +27,15 @@ from mkgen.spec.validate import validate
 from mkgen.spec.yaml_lines import Where
 from mkgen.targets import load_target
 
-HIDDEN = 256, 384  # not counting what is over the last whole 128
+HIDDEN = 256, 384, 512  # not counting what is over the last whole 128
 HEAD = 32  # features of a head
 STEP = 0.1, 0.5  # bounds of a recurrence's step
 HEADS = 3  # of a rank: odd, as a padded count has to be
-GROUP = 2, 8  # of query heads that a rank has: with one KV head, q, k and v fill one block's columns; or `o` is deep enough to cut
+GROUP = 2, 8  # of query heads that a rank has: with one KV head, q, k and v fill one block; or `o` is cut along K
 LATENT = 144, 16  # cached latent and shared key: they meet inside a block of 128
 RANK = 20  # a rank's columns of a low-rank projection
 WIDE = 128  # a rank's columns of a wide projection, not counting what is over 128
-NARROW = 64  # and where gate and up are to fill one block's columns
+NARROW = 64, 192  # of a dense ffn: gate and up fill one block's columns; or several blocks, and the last in part
 EXPERT_INPUT = 384  # one whole 256-deep product and a rest
 EXPERT_WIDTH = 96  # a rank's
 LIMIT = 0.8  # of an activation, of q, k and v: random ones go well beyond it
@@ -51,8 +53,8 @@ def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
     """
     build, wanted = _build(spec, whole_mesh), _full_pieces(spec)
     best, least = None, math.inf
-    for hidden, group in itertools.product(HIDDEN, GROUP):
-        mini = _sized(spec, build, hidden, group)
+    for sizes in itertools.product(HIDDEN, GROUP, NARROW):
+        mini = _sized(spec, build, *sizes)
         graph, target = build_graph(mini), load_target(build.chip)
         best = best or mini
         for kib in BLOCK_KIB:
@@ -67,9 +69,11 @@ def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
     return best
 
 
-def _sized(spec: Spec, build: Build, hidden: int, group: int) -> Spec:
-    """The mini with these sizes, one of HIDDEN and of GROUP, and any block."""
-    mini = Spec(_model(spec, build, hidden, group), build, spec.path, Where())
+def _sized(spec: Spec, build: Build, hidden: int, group: int, narrow: int) -> Spec:
+    """The mini with these sizes, one of HIDDEN, of GROUP and of NARROW, and any block."""
+    mini = Spec(_model(spec, build, hidden, group, narrow), build, spec.path, Where())
+    build = replace(build, formats=_formats(spec, mini))
+    mini = replace(mini, build=build)
     problems = validate(replace(mini, build=replace(build, mesh=_real_mesh(build))))
     if problems:
         raise SpecErrors(problems)
@@ -108,6 +112,20 @@ def _build(spec: Spec, whole_mesh: bool) -> Build:
     )
 
 
+def _formats(spec: Spec, mini: Spec) -> dict[str, str]:
+    """Those of the spec, and by name what has too few rows or columns in the mini to be of its `rest`."""
+
+    def stored(s: Spec) -> dict[str, tuple[Weight, str]]:
+        ops = [op for sub in build_graph(s).sublayers() for op in sub.ops]
+        return {w.name: (w, format_of(s.build, w)) for op in ops for w in op.weights() if len(w.shape) == 2}
+
+    full, named = stored(spec), {}
+    for name, (weight, fmt) in stored(mini).items():
+        if name in full and full[name][1] != fmt:
+            named.update(dict.fromkeys(weight.roles, full[name][1]))
+    return {**spec.build.formats, **named}
+
+
 def _expert_kib(spec: Spec, mini: Spec) -> int:
     """Small enough to cut an expert of the mini as well, where one of the spec is cut."""
 
@@ -131,7 +149,7 @@ def _real_mesh(build: Build) -> dict[str, int]:
     return build.mesh if left > 1 else dict(reversed([f for f in mesh.items() if f[1] > 1] or [("core", 1)]))
 
 
-def _model(spec: Spec, build: Build, hidden: int, group: int) -> Model:
+def _model(spec: Spec, build: Build, hidden: int, group: int, narrow: int) -> Model:
     old = spec.model
     mixer, ffn = _columns(old)
     runs = tuple(Run(*run) for run in zip(schedule.expand(mixer), schedule.expand(ffn)))
@@ -141,7 +159,7 @@ def _model(spec: Spec, build: Build, hidden: int, group: int) -> Model:
         for name, kind in old.mixers.items()
     }
     ffns = {
-        name: _mlp(kind, spec.build, build) if isinstance(kind, Mlp) else _moe(kind, spec.build, build)
+        name: _mlp(kind, spec.build, build, narrow) if isinstance(kind, Mlp) else _moe(kind, spec.build, build)
         for name, kind in old.ffns.items()
     }
     residual = replace(old.residual, block=_block(runs)) if old.residual.kind == "block_softmax" else old.residual
@@ -335,8 +353,8 @@ def _norm_groups(groups: int, old: tuple[int, int, int, int], new: tuple[int, in
     return min(alike or divisors, key=lambda n: abs(n - groups))
 
 
-def _mlp(f: Mlp, old: Build, new: Build) -> Mlp:
-    return replace(f, width=sharded(f.width, old.ranks, new.ranks, NARROW), activation=_activation(f.activation))
+def _mlp(f: Mlp, old: Build, new: Build, narrow: int) -> Mlp:
+    return replace(f, width=sharded(f.width, old.ranks, new.ranks, narrow), activation=_activation(f.activation))
 
 
 def _activation(a: Activation) -> Activation:
