@@ -31,6 +31,7 @@ ROUTER_SPREAD = 1.5
 EMBEDDED = 1.0
 OUTPUT = 0.5  # what goes back to the residual: it fades, so roundings do
 OUTPUTS = ("o", "down", "shared_down", "latent_up")  # the roles that bring it there
+GATE = -2.0  # of a residual gate, over its temperature
 RESIDUAL_GATES = ("mixer.gate", "ffn.gate")
 
 
@@ -131,8 +132,8 @@ class RandomParams:
             return 0.2 * rng.standard_normal(weight.shape)
         if role == "sinks":  # about as large as the scores that they join
             return rng.standard_normal(weight.shape)
-        if weight.name in RESIDUAL_GATES:  # before the temperature: open, shut and between
-            return rng.standard_normal(weight.shape)
+        if weight.name in RESIDUAL_GATES:  # mostly shut: a stream that each branch replaces carries roundings on, twice as large
+            return self.spec.model.residual.temperature * (GATE + rng.standard_normal(weight.shape))
         if weight.assemble == "vector":  # norms
             return 1 + self._spread(role) * rng.standard_normal(weight.shape)
         w = rng.standard_normal(weight.shape)
