@@ -272,11 +272,9 @@ def _gqa(a: Gqa, old_ranks: int, ranks: int, group: int) -> Gqa:
     heads, kv_heads = few_heads(a.heads, a.kv_heads, old_ranks, ranks, GROUPED if grouped else 2, group)
     if value is not None and value != a.head_dim:  # wider or narrower, as it was
         value = min(value, head + 8 if value > a.head_dim else head - 8)
-    rope, warm = a.rope, a.query_temperature
+    rope = a.rope
     if rope is not None and rope.width is not None:
         rope = replace(rope, width=round_up(rope.width * head // a.head_dim, 2))
-    if warm is not None:  # short enough to change between the positions of the proof
-        warm = replace(warm, length=min(warm.length, TILE // 2))
     chunk = min(a.chunk, TILE if a.chunk % TILE == 0 else TILE - 5)
     return replace(
         a,
@@ -285,7 +283,7 @@ def _gqa(a: Gqa, old_ranks: int, ranks: int, group: int) -> Gqa:
         head_dim=head,
         value_dim=value,
         rope=rope,
-        query_temperature=warm,
+        query_temperature=early(a.query_temperature),  # it changes between the positions of the proof
         clip=min(a.clip, LIMIT),
         softcap=min(a.softcap, SOFTCAP),  # it bends
         chunk=chunk,
