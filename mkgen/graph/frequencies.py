@@ -22,7 +22,7 @@ def frequencies(rope: Rope, width: int) -> np.ndarray:
         return plain
     if s.kind == "linear":
         return plain / F32(s.factor)
-    return _by_wavelength(plain, s) if s.kind == "llama3" else _by_rotations(plain, wavelengths, s, rope.base, width)
+    return _by_rotations(plain, wavelengths, s, rope.base, width) if s.kind == "yarn" else _by_wavelength(plain, s)
 
 
 def magnitude(rope: Rope) -> float:

@@ -169,9 +169,10 @@ def _rope(c: Checker, rope: Rope | None, head_dim: int, name: str, path: tuple[s
 
 
 def _scaling(c: Checker, s: RopeScaling, path: tuple[str, ...]) -> None:
-    for kind, upper, lower in (("llama3", "high_freq_factor", "low_freq_factor"), ("yarn", "beta_fast", "beta_slow")):
+    upper, lower = ("beta_fast", "beta_slow") if s.kind == "yarn" else ("high_freq_factor", "low_freq_factor")
+    if s.kind != "linear":
         above, below = getattr(s, upper), getattr(s, lower)
-        if s.kind == kind and not above >= below > 0:
+        if not above >= below > 0:
             c.say(
                 (*path, upper),
                 f"{upper} is {above:g}, {lower} {below:g}",

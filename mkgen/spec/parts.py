@@ -23,11 +23,11 @@ class Norm:
 class RopeScaling:
     """How the rotary frequencies are stretched for contexts beyond the trained one.
 
-    linear: all divided by `factor`. llama3 and yarn blend between divided and kept frequencies, by wavelength
-    (llama3: between original_context / low_freq_factor and / high_freq_factor) or by rotations within the original context
+    linear: all divided by `factor`. The others blend between divided and kept frequencies, by wavelength (the second kind:
+    between original_context / low_freq_factor and / high_freq_factor) or by rotations within the original context
     (yarn, arXiv 2309.00071: between beta_slow and beta_fast; `truncate` rounds the ends of the ramp to whole features).
     """
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn"]        # as transformers calls the rope types
     factor: float
     original_context: int = 0
     low_freq_factor: float = 1.0                 # llama3
