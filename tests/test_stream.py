@@ -177,8 +177,10 @@ def test_prune_keeps_what_is_reached():
 
 KERNELS = {
     "sandwich": lambda: made("sandwich", ranks=2, hidden=200, dim=24, width=72),
-    # the experts' result is split by columns
-    "parallel": lambda: spec(2, {"a": Gqa(4, 2, 24)}, {"f": Mlp(72), "m": Moe(experts=6, top_k=2, width=40, latent=48)}, "a*3", "f f m", 208, *STREAMS["parallel"][:2]),
+    # the experts' result is split by columns; a biased projection is whole on both ranks, and counts once
+    "parallel": lambda: spec(2, {"a": Gqa(4, 2, 24), "b": Gqa(4, 2, 24, bias=("o",))},
+                             {"f": Mlp(72), "m": Moe(experts=6, top_k=2, width=40, latent=48)}, "a b a", "f m f", 208,
+                             *STREAMS["parallel"][:2]),
     "alpha_beta": lambda: made("alpha_beta", ranks=2, hidden=200, dim=24, width=72),
     "gated": lambda: made("gated", hidden=200, dim=24, width=72),
 }
