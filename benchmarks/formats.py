@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPES = (2048, 1024), (4096, 1024)
 COLUMNS = (1, "bf16"), (4, "bf16"), (8, "bf16"), (8, "f32")
 TABLE = {"bf16": (313, 313, 313, 312), "int8": (626, 626, 626, 625), "fp8": (369, 369, 369, 368), "fp8_block": (369, 369, 369, 368),
-         "int4_g128": (744, 744, 744, 754), "mxfp4": (760, 786, 809, 1305), "nvfp4": (762, 808, 1325, 1739)}
+         "fp8_g256": (369, 369, 369, 368), "int4_g128": (744, 744, 744, 754), "mxfp4": (760, 786, 809, 1305), "nvfp4": (762, 808, 1325, 1739)}
 MESH = Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[:1]), ("x",))
 
 

@@ -6,6 +6,7 @@ N outputs, K inputs. Every scale of a format is kept here as the float32 *value*
     int8        w = q scale[n]                       q in -127..127, one scale a column (an output)
     fp8         w = e4m3(q) scale[n]                 a scale a tensor is the same for every n
     fp8_block   w = e4m3(q) scale[n, k // 128]       blocks of 128 x 128, the scale repeated for each column
+    fp8_g256    w = e4m3(q) scale[n, k // 256]       scale a power of two, stored as that of mxfp4
     int4_gG     w = q scale[n, k // G]               q in -8..7
     int4_gG_zero  w = (q - zero) scale[n, k // G]    q in 0..15, zero a whole number in -120..135 (as GPTQ's 1..16)
     mxfp4       w = e2m1(q) scale[n, k // 32]        scale a power of two, 2^(s - 127) of the stored byte s in 1..254
@@ -108,7 +109,7 @@ def encode(fmt: str, w: np.ndarray) -> Coded:
     tensor = np.float32(1)
     if f.tensor_scale:
         tensor = np.float32(top.max(initial=0) / (most * E4M3_MAX)) or np.float32(1)
-    scales = _to_scale(f, top / (most * tensor), floor=True)
+    scales = _powers_of_two(top / most) if f.scale == "e8m0" else _to_scale(f, top / (most * tensor), floor=True)
     x = w / (_over_k(f, scales, k) * tensor)
     if f.code == "int8":
         return Coded(fmt, np.clip(np.rint(x), -127, 127).astype(np.int8), scales)
@@ -183,6 +184,13 @@ def _to_scale(f: Format, x: np.ndarray, floor: bool = False) -> np.ndarray:
     out = to_stored(f, x.astype(np.float32))
     tiny = np.float32(ml_dtypes.finfo(STORED[f.scale]).smallest_normal)
     return np.where(x == 0, np.float32(1), np.maximum(out, tiny)) if floor else out
+
+
+def _powers_of_two(x: np.ndarray) -> np.ndarray:
+    """The least power of two that is no smaller; one for zero."""
+    mantissa, exponent = np.frexp(x.astype(np.float32))
+    exponent = np.clip(exponent - (mantissa == 0.5), -126, 127)
+    return np.where(x == 0, np.float32(1), np.ldexp(np.float32(1), exponent))
 
 
 def _tops(f: Format, w: np.ndarray) -> np.ndarray:

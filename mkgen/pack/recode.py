@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 
 from mkgen.pack.coded import Coded, decode, encode, to_stored
@@ -13,7 +14,7 @@ PROBED = 16                                  # outputs of a matrix that are deco
 
 def recode(c: Coded, fmt: str) -> Coded | None:
     """`c` in the format `fmt` with every value the same bit for bit, or None. Codes stay as they are."""
-    made = _with_scales(_with_zeros(c, fmt), fmt)
+    made = _as_e4m3(c, fmt) or _with_scales(_with_zeros(c, fmt), fmt)
     if made is None or not np.array_equal(to_stored(FORMATS[fmt], made.scales), made.scales):
         return None
     some = slice(0, PROBED)
@@ -42,6 +43,22 @@ def take(c: Coded, outputs: np.ndarray, inputs: np.ndarray) -> Coded:
 
 def _outputs(c: Coded, at) -> Coded:
     return replace(c, codes=c.codes[at], scales=c.scales[at], zeros=None if c.zeros is None else c.zeros[at])
+
+
+def _as_e4m3(c: Coded, fmt: str) -> Coded | None:
+    """e2m1 codes under powers of two as e4m3 codes under coarser ones, or None: where the exponents that one coarse scale has to serve
+    lie too far apart, or the formats are others. The largest code, 6, then comes to lie at 384 of 448."""
+    f, to = c.kind, FORMATS[fmt]
+    if (f.code, f.scale, to.code, to.scale) != ("e2m1", "e8m0", "e4m3", "e8m0"):
+        return None
+    n, k = c.shape
+    starts = np.arange(0, c.scales.shape[1], to.group // c.group)
+    coarse = np.ldexp(np.maximum.reduceat(c.scales, starts, axis=1), -6)
+    x = decode(c) / np.repeat(coarse, to.group, axis=1)[:, :k]
+    codes = x.astype(ml_dtypes.float8_e4m3fn)
+    if not np.array_equal(codes.astype(np.float32), x):
+        return None
+    return Coded(fmt, codes.view(np.uint8), coarse)
 
 
 def _with_zeros(c: Coded, fmt: str) -> Coded | None:

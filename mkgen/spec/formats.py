@@ -42,6 +42,7 @@ FORMATS = {f.name: f for f in (
     Format("int8", "int8", scale="f32", column=True),
     Format("fp8", "e4m3", scale="f32", column=True),             # a scale a tensor is the same for every column
     Format("fp8_block", "e4m3", 128, "f32", block=128),          # 128 x 128 blocks
+    Format("fp8_g256", "e4m3", 256, "e8m0"),                     # 256 of K a scale, a power of two: mxfp4 in twice the bytes, exactly
     # scales of two bytes: bf16, or the f16 of an AWQ or GPTQ checkpoint, which bf16 does not hold exactly
     *(_int4(g, zero, scale) for scale in ("bf16", "f16") for zero in (False, True) for g in (32, 64, 128)),
     Format("mxfp4", "e2m1", 32, "e8m0"),
