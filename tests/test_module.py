@@ -77,10 +77,8 @@ def small(tmp_path_factory):
 
 
 def imported(plan, directory, name, monkeypatch):
-    """The module, written under `directory` and imported from there; a line of the kernel may be long here."""
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "COLUMNS", 1000)
-        files = module.write_module(plan, directory / name)
+    """The module, written under `directory` and imported from there."""
+    files = module.write_module(plan, directory / name)
     assert [f.name for f in files] == ["__init__.py", "host.py", "kernel.py", "plan.json"]
     monkeypatch.syspath_prepend(str(directory))
     importlib.invalidate_caches()

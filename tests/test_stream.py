@@ -108,7 +108,7 @@ def test_reference_is_the_formula(name):
     for t in tensors(model).values():
         for layer in range(model.layers) if t.per == "layer" else (None,):
             size = 0.5 if len(t.shape) == 1 else t.shape[-1] ** -0.5
-            x = weights[t.role, layer] = size * rng.standard_normal(t.shape)
+            x = weights[t.role, layer] = (size * rng.standard_normal(t.shape)).astype(np.float32)
             hub[t.role if layer is None else f"{t.role}.{layer}"] = x
     tokens = np.array([5, 300, 17])
     graph = build_graph(s)

@@ -207,7 +207,9 @@ class RoutedExperts(Op):
         b.step(self, "experts", "begin", writes=(y.ref[2:], *shared), y=y.ref, x=x if shared else None,
                operand=f"m.{scratch['x']}" if shared else None, image=image)
         b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
-        weight = None if self.norm_weight is None else b.vector(self.norm_weight)
+        weight = None if self.norm_weight is None else "norm_weight"
+        if weight:                       # read once, and also by a rank that has no expert to run
+            b.step(self, "experts", "norm_weight", w=b.vector(self.norm_weight))
         with b.loop("routed_expert", "i", count, bound=image.pieces * min(image.local_experts, rows)):
             b.wait(copy, "m", "index", "i")
             b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", *shared),
