@@ -10,8 +10,8 @@ from mkgen.graph.ir import Op, SubLayer, Value
 from mkgen.plan.memory import Memory, Place
 from mkgen.plan.nodes import Nodes
 from mkgen.plan.regions import Node, Seq, Step
-from mkgen.plan.shard import unit_range
-from mkgen.plan.tape import Chunk, Entry
+from mkgen.plan.shard import round_up, unit_range
+from mkgen.plan.tape import LANES, Chunk, Entry
 from mkgen.plan.values import Values
 from mkgen.plan.weights import Weights
 
@@ -72,7 +72,7 @@ class Builder(Values, Weights, Nodes):
         self.memory.payload["reduce"] = max(self.memory.payload["reduce"], width)
         for factor, size, _ in self.mesh.stages:
             for part in ("start", "finish"):
-                self.collective("reduce", part, factor, (f"m.{buffer}", str(width)), (size - 1) * width * 4)
+                self.collective("reduce", part, factor, (f"m.{buffer}", str(width)), size - 1, round_up(width, LANES))
 
     def all_gather(self, v: Value) -> None:
         """Brings the column slices of all ranks together, in rank order."""
@@ -85,7 +85,7 @@ class Builder(Values, Weights, Nodes):
         self.nodes[-1].append(Step(v.name, "exchange", "gather_put", dict(x=source, width=p.width), (p.buffer,), ("gather",)))
         for factor, size, stride in self.mesh.stages:
             for part in ("start", "finish"):
-                self.collective("gather", part, factor, (str(p.width),), (size - 1) * stride * p.width * 4)
+                self.collective("gather", part, factor, (str(p.width),), size - 1, stride * round_up(p.width, LANES))
         self.nodes[-1].append(Step(v.name, "exchange", "gather_take", dict(y=f"m.{name}", width=p.width), ("gather",), (name,)))
         pieces = self.pieces(v, p.width)
         if pieces != [(0, v.width)]:

@@ -75,8 +75,8 @@ class Nodes:
                  setup: tuple[str, ...] = (), reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
         self.memory.transfers[name] = Transfer(name, params, source, target, semaphore, size, doc, setup, reads, writes)
 
-    def collective(self, kind: str, part: str, factor: str, args: tuple[str, ...], size: int) -> None:
-        self.nodes[-1].append(Collective(kind, part, factor, args, size))
+    def collective(self, kind: str, part: str, factor: str, args: tuple[str, ...], peers: int, words: int) -> None:
+        self.nodes[-1].append(Collective(kind, part, factor, args, peers, words))
 
     @property
     def max_rows(self) -> int:

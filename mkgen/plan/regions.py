@@ -72,11 +72,15 @@ class Advance:
 @dataclass(frozen=True)
 class Collective:
     """One stage of an exchange over a mesh factor; `part` is start or finish."""
-    kind: str                            # reduce | gather
+    kind: str                            # reduce | gather | greedy
     part: str
     factor: str
     args: tuple[str, ...]
-    bytes: int
+    peers: int                           # ranks that each rank sends one message to, and gets one from
+    words: int                           # u32 words a row in one message
+
+    def message_bytes(self, rows: int) -> int:
+        return self.words * 4 * rows
 
 
 @dataclass(frozen=True)

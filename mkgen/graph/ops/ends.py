@@ -134,7 +134,7 @@ class Greedy(Op):
         b.close()
         b.step(self, "ends", "greedy_local", logits=b.ref(self.logits), run=run, usable=self.usable)
         for factor, size, _ in b.mesh.stages:
-            b.collective("greedy", "start", factor, ("top", "token"), (size - 1) * 1024)
-            b.collective("greedy", "finish", factor, (), (size - 1) * 1024)
+            b.collective("greedy", "start", factor, ("top", "token"), size - 1, 256)
+            b.collective("greedy", "finish", factor, (), size - 1, 256)
         b.buffer("token", (8, 128), "i32", "the greedy token of each row, on every lane", space="out")
         b.step(self, "ends", "greedy_store", writes=("token",))
