@@ -48,9 +48,9 @@ class Target:
     link_latency_s: float
     sibling_bytes_per_s: float                   # to the other core of the same chip
     sibling_latency_s: float
-    collective_phase_s: float                    # a phase takes max(phase, base + per_byte * message bytes)
-    collective_base_s: float
-    collective_per_byte_s: float
+    exchange_latency_s: float                    # a phase: latency + hypot(peers * message, bytes / bytes_per_s); see exchange.py
+    exchange_message_s: float
+    exchange_bytes_per_s: float
     host_dispatch_s: float
     mxus_per_core: int
     mxu_shape: tuple[int, int]                   # rows (K), columns (N) of one weight tile
