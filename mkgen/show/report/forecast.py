@@ -1,0 +1,24 @@
+"""A predicted step as the page shows it; or why there is none."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkgen.simulate.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the step would take if one thing were different."""
+    what: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """timeline: one step; floor_ms: what nothing can be faster than, and `floor` says of what it is made."""
+    timeline: Timeline
+    predicted_ms: float
+    floor_ms: float
+    floor: str
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,80 @@
+"""A timeline as columns of whole numbers for the page's canvas: nanoseconds, and indices into lists of names."""
+from __future__ import annotations
+
+from typing import Any
+
+from mkgen.plan.plan import Plan
+from mkgen.show.report.lanes import Bar, bars, layer_bands
+from mkgen.show.report.lives import Vmem
+from mkgen.simulate.timeline import Timeline
+
+NS = 1e9
+SHORT = {"embedding": "embed"}
+
+
+class Names(dict):
+    """name -> its index, in the order in which they were asked for."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = len(self)
+        return self[name]
+
+
+def canvas(plan: Plan, timeline: Timeline, vmem: Vmem) -> dict[str, Any]:
+    """What the page's script draws. `b` are differences from bar to bar; `e`: the bar that ended a wait, or -1."""
+    all_bars = bars(timeline)
+    ops, regions, whats, groups = Names(), Names(), Names(), group_rows(all_bars)
+    index = {g["key"]: i for i, g in enumerate(groups)}
+    begins = [round(b.span.begin * NS) for b in all_bars]
+    tracks = ("core", "wait", "pause", "hbm", "link")
+    bands = [[round(a * NS), round(b * NS), -1 if layer is None else layer, regions[name]] for a, b, layer, name in layer_bands(timeline)]
+    return {
+        "end": round(timeline.seconds * NS), "groups": groups,
+        "b": [b - a for a, b in zip([0, *begins], begins)],
+        "d": [round(x.span.end * NS) - b for x, b in zip(all_bars, begins)],
+        "t": [tracks.index(x.span.track) for x in all_bars],
+        "g": [index[x.group] for x in all_bars], "l": [x.lane for x in all_bars],
+        "w": [whats[x.span.what if x.span.track != "core" else "compute"] for x in all_bars],
+        "o": [ops[x.span.where.op] for x in all_bars], "r": [regions[x.span.where.region] for x in all_bars],
+        "n": [-1 if x.span.where.layer is None else x.span.where.layer for x in all_bars],
+        "y": [x.span.bytes for x in all_bars], "s": [round(x.span.served * NS) for x in all_bars], "e": [x.ended for x in all_bars],
+        "ops": list(ops), "regions": list(regions), "whats": list(whats), "tracks": list(tracks), "bands": bands,
+        "windows": windows(plan, timeline), "budget": vmem.budget,
+        "live": {f"{region} {op}": total for (region, op), total in zip(vmem.places, vmem.totals)},
+    }
+
+
+def group_rows(all_bars: list[Bar]) -> list[dict[str, Any]]:
+    """The drawn rows from top to bottom: the core, the links, then each stream of HBM copies by its bytes."""
+    lanes: dict[str, int] = {}
+    moved: dict[str, int] = {}
+    for x in all_bars:
+        lanes[x.group] = max(lanes.get(x.group, 0), x.lane + 1)
+        moved[x.group] = moved.get(x.group, 0) + x.span.bytes
+    order = sorted(lanes, key=lambda g: (g != "core", g != "link", -moved[g]))
+    return [{"key": g, "label": label(g), "what": g.removeprefix("hbm "), "lanes": lanes[g]} for g in order]
+
+
+def label(key: str) -> str:
+    stream = key.removeprefix("hbm ")
+    return {"core": "core", "link": "links"}.get(key, f"HBM {SHORT.get(stream, stream)}")
+
+
+def windows(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
+    """One a distinct kind of layer: a turn from the middle of the step, and the layer that follows, for the back edge."""
+    spans: dict[int, list[float]] = {}
+    for begin, end, layer, _ in layer_bands(timeline):
+        if layer is not None:
+            known = spans.setdefault(layer, [begin, end])
+            known[1] = end
+    kinds: dict[tuple, list[int]] = {}
+    for n, kind in enumerate(plan.graph.layers):
+        if n in spans:
+            kinds.setdefault(kind, []).append(n)
+    out = []
+    for kind, layers in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        n = layers[len(layers) // 2]
+        last = spans.get(n + 1, spans[n])
+        name = " + ".join(k for k in kind if k)
+        out.append({"label": name, "layer": n, "b": round(spans[n][0] * NS), "e": round(last[1] * NS), "count": len(layers)})
+    return out
