@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from mkgen.cli_base import Guarded, Asked, debug_option, finish, finish_input, spec_options
+from mkgen.commands.report import report, trace
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -196,6 +197,9 @@ def table(specs: tuple[str, ...], compile_too: bool, out: str | None, as_json: b
     paths = [Path(s) for s in specs] or list(Path("model_specs").glob("*.yaml"))
     finish(models.make(paths, compile_too, Path(out) if out else None, as_json))
 
+
+main.add_command(report)
+main.add_command(trace)
 
 if __name__ == "__main__":
     main()

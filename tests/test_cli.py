@@ -61,7 +61,7 @@ def test_help_is_fast_and_imports_no_stage():
     code = f"import sys, mkgen.cli; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-    for command in ((), ("build",), ("plan",), ("check",), ("compile",), ("verify",), ("pack",)):
+    for command in ((), ("build",), ("plan",), ("check",), ("compile",), ("verify",), ("pack",), ("report",), ("trace",)):
         result = run(*command, "--help")
         assert result.exit_code == 0 and "Usage: mkgen" in result.output
 

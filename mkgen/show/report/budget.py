@@ -7,7 +7,7 @@ from mkgen.plan.plan import Plan
 from mkgen.simulate.timeline import Span, Timeline
 
 COMPUTE, PAUSE = "compute", "pause"
-ORDER = (COMPUTE, "tape", "experts", "cache", "states", "embedding", "exchange", PAUSE)
+ORDER = (COMPUTE, "tape", "experts", "cache", "states", "embedding", "exchange", "drain", PAUSE)
 
 
 @dataclass(frozen=True)

@@ -69,5 +69,11 @@ def of_region(plan: Plan, region: Region, rows: int, runs: int) -> list[Exchange
 
 def one_phase(plan: Plan, node: Collective, rows: int) -> Phase:
     size = node.message_bytes(rows)
-    return Phase(str(node.factor), node.peers, size, phase_seconds(plan.target, node.peers, size))
+    return Phase(str(node.factor), node.peers, size, phase_seconds(plan.target, node.peers, size, factors=spanned(plan, node)))
+
+
+def spanned(plan: Plan, node: Collective) -> tuple[str, ...]:
+    """The mesh factors in which the ranks of a phase differ: the one it is named for, or all of them."""
+    sizes = dict(plan.mesh.factors)
+    return (node.factor,) if node.factor in sizes else tuple(n for n, size in sizes.items() if size > 1)
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkgen.errors import MkgenError
+from mkgen.plan.plan import Plan
 from mkgen.simulate.timeline import Timeline
 
 
@@ -22,3 +24,8 @@ class Forecast:
     floor: str
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def forecast(plan: Plan, rows: int) -> Forecast:
+    """What the simulator says. Raises `MkgenError` where no step can be predicted."""
+    raise MkgenError("no profile of the generated kernel: its cycles are not known")

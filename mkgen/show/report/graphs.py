@@ -1,8 +1,4 @@
-"""Each sub-layer's ops as a drawing: boxes in layers from top to bottom, edges as curves, exchanges where values travel.
-
-Layers are the longest path from the top; in a layer, ops are sorted by where their neighbours stand (barycentres), a few
-sweeps down and up. The graphs are small (one sub-layer), so that this is enough to leave few crossings.
-"""
+"""Each sub-layer's ops as a drawing: boxes, the values between them, weights, states, and exchanges where values travel."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,10 +10,14 @@ from mkgen.plan.figures import distinct_experts
 from mkgen.plan.plan import Plan
 from mkgen.plan.tape import ROW_BYTES
 from mkgen.show.report.exchanges import Exchange
+from mkgen.show.report.layered import Style, depths, draw
 from mkgen.show.report.places import short
+from mkgen.show.report.text import size
 
-BOX, HIGH, GAP, DROP, MARGIN = 132, 40, 14, 26, 8        # px: box width and height, between boxes, between layers, around
-SWEEPS = 4
+BOX, HIGH = 120, 40                      # px: an op's box
+STYLE = Style(wide=BOX, high=HIGH, gap=12, drop=24, pass_=4, margin=8)
+ROOM = 20                                # characters in a box
+CARRIED = "carried in"
 WEIGHTY = 1 << 20                        # bytes a layer from which on an op's weights are told in its box
 
 
@@ -33,6 +33,12 @@ class Box:
     bytes: int = 0                       # of weights, on a core, each time it runs
     exchange: Exchange | None = None     # of its output
     tip: str = ""
+
+    @property
+    def sub(self) -> str:
+        """The second line: bytes where they count, and the kind where there is room for both."""
+        told = size(self.bytes) if self.bytes >= WEIGHTY else ""
+        return f"{told} {self.kind}".strip() if len(told) + len(self.kind) < ROOM else told or self.kind
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Drawing:
     doc: str
     runs: int
     bytes: int                           # of weights, each time it runs
+    flat: bool                           # from left to right
     width: int
     height: int
     boxes: tuple[Box, ...]
@@ -85,32 +92,21 @@ def family_bytes(plan: Plan, rows: int) -> dict[str, int]:
 
 def drawing(sub: SubLayer, runs: int, held: dict[str, int], exchanges: dict[str, Exchange]) -> Drawing:
     g = with_carried(sub)
-    ranks = ordered(g)
-    wide = max(len(r) for r in ranks)
-    width = wide * BOX + (wide - 1) * GAP + 2 * MARGIN
-    at: dict[str, tuple[float, float]] = {}
-    for depth, rank in enumerate(ranks):
-        span = len(rank) * BOX + (len(rank) - 1) * GAP
-        for i, n in enumerate(rank):
-            at[n] = ((width - span) / 2 + i * (BOX + GAP), MARGIN + depth * (HIGH + DROP))
-    boxes = [box(n, g.nodes[n].get("op"), sub, *at[n], held, exchanges.get(n)) for n in g.nodes]
-    edges = [Edge(curve(at[a], at[b]), ", ".join(sorted(d["values"])), a in exchanges, "op" not in g.nodes[a] or "op" not in g.nodes[b])
-             for a, b, d in g.edges(data=True)]
-    height = len(ranks) * (HIGH + DROP) - DROP + 2 * MARGIN
-    return Drawing(sub.name, sub.role, sub.doc, runs, sum(b.bytes for b in boxes), width, height, tuple(boxes), tuple(edges))
+    flat = len(set(depths(g).values())) == len(g)            # a chain: from left to right
+    drawn = draw(g, STYLE, flat)
+    boxes = [box(n, g.nodes[n].get("op"), sub, *drawn.at[n], held, exchanges.get(n)) for n in g.nodes]
+    edges = [Edge(drawn.paths[a, b], ", ".join(sorted(d["values"])), a in exchanges, a == CARRIED) for a, b, d in g.edges(data=True)]
+    return Drawing(sub.name, sub.role, sub.doc, runs, sum(b.bytes for b in boxes), flat, round(drawn.width), round(drawn.height), tuple(boxes), tuple(edges))
 
 
 def with_carried(sub: SubLayer) -> nx.DiGraph:
-    """The ops' graph, and a node for all carried values that enter, one for those that leave."""
+    """The ops' graph, and a node that stands for the carried values that enter."""
     g, made = nx.DiGraph(), {}
     for op in sub.ops:
         g.add_node(op.name, op=op)
     for op in sub.ops:
         for v in op.inputs():
-            source = made.get(v.name)
-            if source is None and v.carried:
-                source = "in"
-                g.add_node("in", values=g.nodes.get("in", {}).get("values", frozenset()) | {v.name})
+            source = made.get(v.name, CARRIED if v.carried else None)
             if source:
                 tie(g, source, op.name, v.name)
         made.update((v.name, op.name) for v in op.outputs())
@@ -120,26 +116,6 @@ def with_carried(sub: SubLayer) -> nx.DiGraph:
 def tie(g: nx.DiGraph, a: str, b: str, value: str) -> None:
     known = g.edges[a, b]["values"] if g.has_edge(a, b) else frozenset()
     g.add_edge(a, b, values=known | {value.split(".")[-1]})
-
-
-def ordered(g: nx.DiGraph) -> list[list[str]]:
-    """Nodes layer by layer, each layer from left to right."""
-    depth: dict[str, int] = {}
-    for n in nx.topological_sort(g):
-        depth[n] = max((depth[p] + 1 for p in g.predecessors(n)), default=0)
-    ranks: list[list[str]] = [[] for _ in range(max(depth.values()) + 1)]
-    for n in g.nodes:
-        ranks[depth[n]].append(n)
-    for sweep in range(SWEEPS):
-        down = sweep % 2 == 0
-        place = {n: (i + 0.5) / len(r) for r in ranks for i, n in enumerate(r)}
-        for rank in ranks if down else reversed(ranks):
-            def key(n: str) -> float:
-                near = list(g.predecessors(n) if down else g.successors(n))
-                return sum(place[m] for m in near) / len(near) if near else place[n]
-            rank.sort(key=key)
-            place.update((n, (i + 0.5) / len(rank)) for i, n in enumerate(rank))
-    return ranks
 
 
 def box(name: str, op: Op | None, sub: SubLayer, x: float, y: float, held: dict[str, int], exchange: Exchange | None) -> Box:
@@ -154,16 +130,3 @@ def box(name: str, op: Op | None, sub: SubLayer, x: float, y: float, held: dict[
     return Box(short(name, sub.name), op.kind, x, y, weights, tuple(s.name for s in op.states()), sum(held.get(w, 0) for w in weights),
                exchange, "\n".join(told))
 
-
-def curve(a: tuple[float, float], b: tuple[float, float]) -> str:
-    """From the bottom of a box to the top of another; one that skips layers bends out beside the boxes between."""
-    (x0, y0), (x1, y1) = (a[0] + BOX / 2, a[1] + HIGH), (b[0] + BOX / 2, b[1])
-    if y1 - y0 <= DROP + 1:
-        mid = (y0 + y1) / 2
-        return f"M{x0:.1f} {y0:.1f}C{x0:.1f} {mid:.1f} {x1:.1f} {mid:.1f} {x1:.1f} {y1:.1f}"
-    side = BOX / 2 + GAP / 2
-    lane = max(x0, x1) + side if abs(x0 - x1) < 1 else (x0 + x1) / 2
-    lane = x0 + side if abs(x0 - x1) < 1 else lane
-    bend = DROP
-    return (f"M{x0:.1f} {y0:.1f}C{x0:.1f} {y0 + bend:.1f} {lane:.1f} {y0:.1f} {lane:.1f} {y0 + bend:.1f}"
-            f"L{lane:.1f} {y1 - bend:.1f}C{lane:.1f} {y1:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}")

@@ -25,7 +25,7 @@ def group(span: Span) -> str:
 def bars(timeline: Timeline) -> list[Bar]:
     """In order of their begin; the bars of one lane never overlap."""
     spans = sorted(timeline.spans, key=lambda s: (s.begin, s.end))
-    busy: dict[str, list[tuple[float, int]]] = {}        # (end, lane) of lanes in use
+    busy: dict[str, list[tuple[int, int]]] = {}          # (end, lane) of lanes in use
     idle: dict[str, list[int]] = {}
     top: dict[str, int] = {}
     out: list[Bar] = []
@@ -36,14 +36,14 @@ def bars(timeline: Timeline) -> list[Bar]:
     for s in spans:
         name = group(s)
         running, free = busy.setdefault(name, []), idle.setdefault(name, [])
-        while running and running[0][0] <= s.begin + TICK / 2:
+        while running and running[0][0] <= tick(s.begin):
             heapq.heappush(free, heapq.heappop(running)[1])
         if free:
             lane = heapq.heappop(free)
         else:
             lane = top.get(name, 0)
             top[name] = lane + 1
-        heapq.heappush(running, (s.end, lane))
+        heapq.heappush(running, (tick(s.end), lane))
         out.append(Bar(s, name, lane, ender(s, spans, arrivals) if s.track == "wait" else -1))
     return out
 

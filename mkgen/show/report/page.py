@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
@@ -45,7 +46,7 @@ def context(plan: Plan, rows: int, findings: list, forecast: Forecast | None, mi
         "plan": plan, "spec": plan.spec, "build": build, "target": plan.target, "rows": rows, "figures": figures(plan, rows), "hash": layout_hash(plan),
         "mesh": " × ".join(f"{name} {size}" for name, size in build.mesh.items()), "findings": findings, "verdict": "fail" if findings else "pass",
         "checks": checks(), "forecast": forecast, "missing": missing, "timed": timed, "kinds": kinds, "columns": columns(plan),
-        "drawings": graphs.drawings(plan, rows, found), "exchanges": found, "box": (graphs.BOX, graphs.HIGH), "weighty": graphs.WEIGHTY,
+        "drawings": graphs.drawings(plan, rows, found), "exchanges": found, "box": (graphs.BOX, graphs.HIGH),
         "vmem": memory, "regions_at": region_columns(memory.places), "families": traffic.per_family(plan, rows),
         "tape": {name: traffic.tape_of(plan.regions[name]) for name in kinds}, "held": traffic.held(plan, rows),
         "imbalance": [experts.imbalance(plan, image, rows) for image in plan.experts],
@@ -89,8 +90,8 @@ def region_columns(places: tuple[tuple[str, str], ...]) -> list[tuple[str, int, 
 
 def checks() -> list[tuple[str, str]]:
     """(module, what it holds): the checker's own words."""
-    out = []
-    for name in CHECKS:
+    out, there = [], {m.name for m in pkgutil.iter_modules(importlib.import_module("mkgen.check").__path__)}
+    for name in (n for n in CHECKS if n in there):
         doc = (importlib.import_module(f"mkgen.check.{name}").__doc__ or "").strip()
         out.append((name, " ".join(doc.split("\n\n")[0].split())))
     return out

@@ -1,0 +1,50 @@
+"""What `report` and `trace` write, and what they say about it."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkgen import show
+from mkgen.check import check_plan
+from mkgen.errors import MkgenError
+from mkgen.plan.plan import Plan
+from mkgen.show import trace as events
+from mkgen.show.report.forecast import Forecast, forecast
+from mkgen.show.report.page import page
+
+
+def report(made: Plan, target: Path, as_json: bool) -> bool:
+    """Writes the page of the first row variant; True if the checker finds nothing. Without a forecast it says why there is none."""
+    rows, findings = made.spec.build.rows[0], list(check_plan(made))
+    found, missing = None, ""
+    try:
+        found = forecast(made, rows)
+    except MkgenError as error:
+        missing = str(error)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(made, rows, findings, found, missing), encoding="utf-8")
+    tell(made, rows, target, findings, found, missing, as_json)
+    return not findings
+
+
+def trace(made: Plan, target: Path, as_json: bool) -> bool:
+    """Writes the trace of the first row variant. Raises `MkgenError` if no step can be predicted."""
+    rows, findings = made.spec.build.rows[0], list(check_plan(made))
+    found = forecast(made, rows)
+    told = {"verdict of the checker": show.verdict(not findings), "predicted_ms": found.predicted_ms, "floor_ms": found.floor_ms}
+    events.write(target, made, rows, found.timeline, told)
+    tell(made, rows, target, findings, found, "", as_json)
+    return not findings
+
+
+def tell(made: Plan, rows: int, target: Path, findings: list, found: Forecast | None, missing: str, as_json: bool) -> None:
+    """Where the file is, the prediction, and the verdict beside it."""
+    if as_json:
+        show.put_json({"verdict": show.verdict(not findings), "out": target, "bytes": target.stat().st_size, "rows": rows,
+                       "findings": [str(f) for f in findings], "predicted_ms": found and found.predicted_ms,
+                       "floor_ms": found and found.floor_ms, "missing": missing})
+        return
+    out = show.console()
+    out.print(f"{target}: {target.stat().st_size:,} bytes")
+    step = f"predicted {found.predicted_ms:.3f} ms, floor {found.floor_ms:.3f} ms" if found else f"no prediction: {missing}"
+    out.print(f"{made.spec.model.name}, {show.several(rows, 'row')}: {step}")
+    out.print("verdict of the checker:", show.coloured(show.verdict(not findings)))

@@ -1,0 +1,116 @@
+"""A timeline as trace events (the JSON format of Chrome's tracing, which Perfetto reads): `mkgen trace`.
+
+Core, layers, links and each stream of HBM copies are threads; copies that overlap lie on threads of their own, so that the
+slices of one thread never do. A flow arrow goes from the start of a copy, or of an exchange's phase, to the wait that it
+ended. Counters: bytes under way by stream. Times are microseconds.
+"""
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from mkgen.plan.plan import Plan
+from mkgen.show.report.lanes import Bar, bars, layer_bands, tick
+from mkgen.simulate.timeline import Timeline
+
+PID = 1
+LAYERS = "layers"
+COLOURS = {"core": "thread_state_running", "wait": "thread_state_iowait", "pause": "grey"}      # names that both viewers know
+THREADS_A_GROUP = 100                    # thread ids of a group are apart by this much
+
+
+def write(path: Path, plan: Plan, rows: int, timeline: Timeline, told: dict[str, Any]) -> int:
+    """Writes the file, compressed where its name ends in .gz; gives the number of events. told: what the head says besides."""
+    made = trace(plan, rows, timeline, told)
+    text = json.dumps(made, separators=(",", ":")).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    return len(made["traceEvents"])
+
+
+def trace(plan: Plan, rows: int, timeline: Timeline, told: dict[str, Any]) -> dict[str, Any]:
+    """The object of the format: events in order of time, behind those that name processes and threads."""
+    drawn = bars(timeline)
+    threads = thread_ids(drawn)
+    events: list[dict[str, Any]] = []
+    for begin, end, layer, region in layer_bands(timeline):
+        events.append(slice_(name_of(layer, region), "layer", begin, end, 0, {"layer": layer, "sub-layer": region}))
+    for i, bar in enumerate(drawn):
+        events += bar_events(i, bar, drawn, threads)
+    events += counters(drawn)
+    events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))
+    return {"traceEvents": names(plan, rows, threads) + events, "displayTimeUnit": "ns",
+            "otherData": {"model": plan.spec.model.name, "chip": plan.target.name, "ranks": plan.mesh.ranks, "rows": rows,
+                          "context": plan.spec.build.context, **told}}
+
+
+def name_of(layer: int | None, region: str) -> str:
+    return region if layer is None else f"{layer} {region}"
+
+
+def thread_ids(drawn: list[Bar]) -> dict[tuple[str, int], int]:
+    """(group, lane) -> thread id: the core, the links, then the streams by name; 0 is for the layers."""
+    groups = sorted({b.group for b in drawn}, key=lambda g: (g != "core", g != "link", g))
+    first = {g: 1 + THREADS_A_GROUP * k for k, g in enumerate(groups)}
+    return {(b.group, b.lane): first[b.group] + b.lane for b in drawn}
+
+
+def names(plan: Plan, rows: int, threads: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
+    """Metadata: what the process and its threads are called, and in which order they stand."""
+    out = [meta("process_name", 0, {"name": f"{plan.spec.model.name}, one core of {plan.mesh.ranks}, {rows} row{'s' * (rows != 1)}"})]
+    lanes = {group: max(lane for g, lane in threads if g == group) for group, _ in threads}
+    for (group, lane), tid in {(LAYERS, 0): 0, **threads}.items():
+        out.append(meta("thread_name", tid, {"name": group if not lanes.get(group) else f"{group} {lane}"}))
+        out.append(meta("thread_sort_index", tid, {"sort_index": tid}))
+    return out
+
+
+def meta(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": PID, "tid": tid, "ts": 0, "args": args}
+
+
+def slice_(name: str, category: str, begin: float, end: float, tid: int, args: dict[str, Any], **more: Any) -> dict[str, Any]:
+    at = stamp(begin)
+    return {"ph": "X", "name": name, "cat": category, "ts": at, "dur": round(stamp(end) - at, 3), "pid": PID, "tid": tid, "args": args, **more}
+
+
+def stamp(seconds: float) -> float:
+    """Whole nanoseconds, in microseconds."""
+    return tick(seconds) / 1e3
+
+
+def bar_events(i: int, bar: Bar, drawn: list[Bar], threads: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
+    """The slice of a span, and the ends of an arrow where it is a wait that something ended."""
+    s, tid = bar.span, threads[bar.group, bar.lane]
+    args: dict[str, Any] = {"op": s.where.op, "sub-layer": s.where.region, "layer": s.where.layer}
+    if s.bytes:
+        args["bytes"] = s.bytes
+    if s.track == "hbm":
+        args["memory alone, us"] = stamp(s.served)
+    title = {"core": s.what, "wait": f"wait for {s.what}", "pause": s.what, "hbm": f"{s.what} {s.where.op}"}.get(s.track, f"exchange {s.what} {s.where.op}")
+    more = {"cname": COLOURS[s.track]} if s.track in COLOURS else {}
+    out = [slice_(title, s.track, s.begin, s.end, tid, args, **more)]
+    if bar.ended >= 0:
+        cause = drawn[bar.ended]
+        shared = {"name": "arrives", "cat": "flow", "id": i, "pid": PID}
+        out.append({"ph": "s", "ts": stamp(cause.span.begin), "tid": threads[cause.group, cause.lane], **shared})
+        out.append({"ph": "f", "bp": "e", "ts": stamp(s.begin), "tid": tid, **shared})
+    return out
+
+
+def counters(drawn: list[Bar]) -> list[dict[str, Any]]:
+    """Bytes of the copies under way, whenever they change."""
+    marks: dict[float, dict[str, int]] = {}
+    for b in drawn:
+        if b.span.track == "hbm":
+            for at, sign in ((b.span.begin, 1), (b.span.end, -1)):
+                now = marks.setdefault(stamp(at), {})
+                now[b.span.what] = now.get(b.span.what, 0) + sign * b.span.bytes
+    sums = {b.span.what: 0 for b in drawn if b.span.track == "hbm"}
+    out = []
+    for at in sorted(marks):
+        sums = {k: v + marks[at].get(k, 0) for k, v in sums.items()}
+        out.append({"ph": "C", "name": "HBM bytes under way", "ts": at, "pid": PID, "tid": 0, "args": sums})
+    return out
