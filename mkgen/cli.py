@@ -9,6 +9,7 @@ import click
 
 from mkgen.cli_base import Guarded, Asked, debug_option, finish, finish_input, spec_options
 from mkgen.commands.report import report, trace
+from mkgen.commands.check import check
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -62,18 +63,6 @@ def plan(asked: Asked) -> None:
     from mkgen.show import plan as show
     findings = list(check_plan(made))
     show.plan(made, {rows: figures(made, rows) for rows in made.spec.build.rows}, findings, asked.json)
-    finish(not findings)
-
-
-@main.command()
-@spec_options
-def check(asked: Asked) -> None:
-    """Run the plan's checker: live buffers, starts and waits, the memory's budget."""
-    made = asked.plan()
-    from mkgen.check import check_plan
-    from mkgen.show import build as show
-    findings = list(check_plan(made))
-    show.checked(made, findings, asked.json)
     finish(not findings)
 
 
@@ -200,6 +189,7 @@ def table(specs: tuple[str, ...], compile_too: bool, out: str | None, as_json: b
 
 main.add_command(report)
 main.add_command(trace)
+main.add_command(check)
 
 if __name__ == "__main__":
     main()

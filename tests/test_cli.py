@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from mkgen import cli_base
+from mkgen.check.findings import Finding
 from mkgen.cli import main
 from mkgen.errors import MkgenError
 from mkgen.prove.compile import CompileResult
@@ -41,6 +42,8 @@ def stage(monkeypatch):
 
     def put(name: str, **functions):
         module = ModuleType(name)
+        if name == "mkgen.check":
+            functions = {"examined": lambda plan: {"rules": {}, "scenarios": 0, "layers": 0}} | functions
         module.__dict__.update(functions)
         monkeypatch.setitem(sys.modules, name, module)
 
@@ -192,11 +195,13 @@ def test_flags_override_overlays_and_sets(clean, tmp_path):
 
 
 def test_a_finding_is_a_bad_verdict(stage, tmp_path):
-    stage("mkgen.check", check_plan=lambda plan: ["a and [b] overlap"])
+    told = "[memory] VMEM: a and [b] overlap (no byte is shared)"
+    stage("mkgen.check", check_plan=lambda plan: [Finding("memory", "VMEM", "a and [b] overlap", "no byte is shared")])
     for command in ("check", "plan"):
         result = run(command, QWEN)
-        assert result.exit_code == 1 and "finding: a and [b] overlap" in result.stdout and "fail" in result.stdout
-    assert run_json("check", QWEN, code=1) == {"verdict": "fail", "findings": ["a and [b] overlap"]}
+        assert result.exit_code == 1 and f"finding: {told}" in result.stdout and "fail" in result.stdout
+    made = run_json("check", QWEN, code=1)
+    assert made["verdict"] == made["plan"]["verdict"] == "fail" and made["findings"] == [told] and "code" not in made
     assert run_json("plan", QWEN, code=1)["verdict"] == "fail"
     out = tmp_path / "out"
     result = run("build", QWEN, "-o", str(out))

@@ -14,6 +14,7 @@ from mkgen.check.exchange import check_places
 from mkgen.check.findings import Finding, Report, Stop
 from mkgen.check.memory import check_memory
 from mkgen.check.model import Model, Text
+from mkgen.check.rules import RULES
 from mkgen.check.run import AbstractRun
 from mkgen.check.scenario import scenarios
 from mkgen.check.shorten import shorten
@@ -21,7 +22,7 @@ from mkgen.check.tape import check_tape
 from mkgen.check.values import Ledger
 from mkgen.plan.plan import Plan
 
-__all__ = ["Finding", "check_plan"]
+__all__ = ["Finding", "check_plan", "examined"]
 
 
 def check_plan(plan: Plan, rows: Iterable[int] | int | None = None) -> list[Finding]:
@@ -34,6 +35,12 @@ def check_plan(plan: Plan, rows: Iterable[int] | int | None = None) -> list[Find
         guarded(report, f"exchanges, {n} rows", lambda n=n: check_places(plan, n, report))
     guarded(report, "run", lambda: check_runs(plan, variants, report))
     return report.findings
+
+
+def examined(plan: Plan) -> dict:
+    """What a check looks at: its rules, how many scenarios, of how many layers."""
+    count = sum(len(scenarios(plan, n)) for n in plan.spec.build.rows)
+    return {"rules": RULES, "scenarios": count, "layers": shorten(plan).layers}
 
 
 def check_runs(plan: Plan, variants: tuple[int, ...], report: Report) -> None:

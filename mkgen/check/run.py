@@ -50,6 +50,11 @@ class AbstractRun:
             scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
             kv = self.model.cache(self.m, region.name)
             self.nodes(region.body.nodes, scope | ({} if kv is None else {"kv": kv}))
+        self.finish()
+        return self.exchanges.trace
+
+    def finish(self) -> None:
+        """What has to hold at the end."""
         if 2 * self.g != len(self.model.short.chunks):
             self.report.add(
                 "tape",
@@ -60,7 +65,6 @@ class AbstractRun:
         self.flight.finish()
         self.exchanges.finish()
         self.values.finish()
-        return self.exchanges.trace
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 

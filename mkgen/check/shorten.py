@@ -17,6 +17,10 @@ class Short:
     facts: list[int]
     tape_rows: int
 
+    @property
+    def layers(self) -> int:
+        return 1 + max((n for n, _, _ in self.regions if n is not None), default=-1)
+
 
 def control_texts(plan: Plan) -> str:
     """All source text that decides what is copied and how often."""
@@ -106,3 +110,12 @@ def shorten(plan: Plan) -> Short:
             chunks += [at, c.rows]
             at += c.rows
     return Short(tuple(regions), chunks, facts, at)
+
+
+def whole(plan: Plan) -> Short:
+    """The real schedule, in the same form."""
+    regions: list = [(None, None, plan.regions["begin"])]
+    for n, (pair, indices) in enumerate(zip(plan.graph.layers, plan.graph.kind_index())):
+        regions += [(n, index, plan.regions[kind]) for kind, index in zip(pair, indices) if kind]
+    regions.append((None, None, plan.regions["end"]))
+    return Short(tuple(regions), plan.chunk_table().tolist(), plan.fact_table().tolist(), plan.tape_rows)

@@ -33,6 +33,7 @@ def prove(spec) -> list:
     from mkgen.prove.random_params import RandomParams
     from mkgen.prove.rung import Rung
     from mkgen.prove.scenario import run_reference
+    from mkgen.prove.trace_code import code_rung
     from mkgen.targets import load_target
 
     graph = build_graph(spec)
@@ -40,7 +41,7 @@ def prove(spec) -> list:
     params = RandomParams(graph, SEED, spec)
     module, operands = load_kernel(plan), pack_operands(plan, params)
     scenario = _timed("reference", run_reference, graph, params, spec, STEPS)
-    rungs = reach(plan, scenario)
+    rungs = [*reach(plan, scenario), _timed("code = plan", code_rung, plan, module)]
     most = max(spec.build.rows)
     kernel = Kernel(plan, module, operands, most)
     late, early = MODES
@@ -71,14 +72,17 @@ def prove_once(spec) -> list:
     from mkgen.prove.interpret import MODES
     from mkgen.prove.random_params import RandomParams
     from mkgen.prove.scenario import run_reference
+    from mkgen.prove.trace_code import code_rung
     from mkgen.targets import load_target
 
     graph = build_graph(spec)
     plan = make_plan(spec, graph, load_target(spec.build.chip))
     params, most = RandomParams(graph, SEED, spec), max(spec.build.rows)
-    kernel = Kernel(plan, load_kernel(plan), pack_operands(plan, params), most)
+    module = load_kernel(plan)
+    traced = _timed("code = plan", code_rung, plan, module)
+    kernel = Kernel(plan, module, pack_operands(plan, params), most)
     scenario = _timed("reference", run_reference, graph, params, spec, 1)
-    return all_rungs(plan, scenario, _timed(f"{most} rows", kernel.run, scenario, MODES[0], range(1)))
+    return [traced] + all_rungs(plan, scenario, _timed(f"{most} rows", kernel.run, scenario, MODES[0], range(1)))
 
 
 def _timed(what: str, f, *args):

@@ -1,4 +1,4 @@
-"""What `build` and `check` say."""
+"""What `build` says."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -32,13 +32,6 @@ def refused(made: Plan, directory: Path, findings: list, as_json: bool) -> None:
         return
     listed(made, findings)
     show.console().print(f"{directory}: nothing was written")
-
-
-def checked(made: Plan, findings: list, as_json: bool) -> None:
-    if as_json:
-        show.put_json({"verdict": show.verdict(not findings), "findings": [str(f) for f in findings]})
-        return
-    listed(made, findings)
 
 
 def listed(made: Plan, findings: list) -> None:

@@ -1,0 +1,190 @@
+"""The trace of the generated code: equal to its plan's expansion, and not so where a template was damaged."""
+
+from __future__ import annotations
+
+import pytest
+from jinja2 import ChoiceLoader, DictLoader
+
+from mkgen.check import check_plan
+from mkgen.emit import render
+from mkgen.graph.build import build_graph
+from mkgen.plan.plan import Plan
+from mkgen.plan.planner import make_plan
+from mkgen.prove.drive import load_kernel
+from mkgen.prove.mini import mini_spec
+from mkgen.prove.trace_code import check_code
+from mkgen.targets import load_target
+
+
+def small(plan: Plan) -> Plan:
+    """The plan of the mini model of the same spec."""
+    spec = mini_spec(plan.spec)
+    return make_plan(spec, build_graph(spec), load_target(spec.build.chip))
+
+
+@pytest.fixture(scope="session")
+def mini(kimi_plan) -> Plan:
+    """Eight ranks, three factors; every kind of copy."""
+    return small(kimi_plan)
+
+
+def damaged_module(plan: Plan, monkeypatch, template: str, old: str, new: str):
+    """The module that comes out if one place in a template is other text. The files stay as they are."""
+    text = (render.template_dir() / template).read_text(encoding="utf-8")
+    assert text.count(old) >= 1, f"{template} has no {old!r}"
+    sound = render.environment
+
+    def environment():
+        env = sound()
+        env.loader = ChoiceLoader([DictLoader({template: text.replace(old, new, 1)}), env.loader])
+        return env
+
+    monkeypatch.setattr(render, "environment", environment)
+    return load_kernel(plan)
+
+
+@pytest.mark.parametrize("name", ["kimi_plan", "qwen_plan"])
+def test_the_code_of_a_mini_does_what_its_plan_says(request, name):
+    plan = small(request.getfixturevalue(name))
+    done = check_code(plan)
+    assert [str(f) for f in done.findings] == []
+    assert done.moves > 1000 and done.accesses > 1000 and done.ranks == plan.mesh.ranks and done.messages > 50
+
+
+def test_the_code_of_the_full_size_model_does_what_its_plan_says(qwen_plan):
+    done = check_code(qwen_plan, few=True)
+    assert [str(f) for f in done.findings] == [] and done.ranks == 8
+
+
+INBOX_WAIT = "    for copy in inbox_copies(m, stage, here, width):\n        copy.wait()\n"
+INBOX_WORDS = "[m.inbox[here, stage.first + i, :, :width] for i in range(stage.size)]"
+
+# name: (template, what stands there, what is put there, how the finding begins); each a mistake that someone can make
+DAMAGE = {
+    "wait of a chunk dropped": (
+        "lib/tape.py.j2",
+        "        tape_copy(m, g).wait()\n        use(i, g)",
+        "        use(i, g)",
+        "code",
+    ),
+    "wait of the next chunk dropped": ("lib/tape.py.j2", "    tape_copy(m, g + 1).wait()\n", "", "code"),
+    "wait behind the use": (
+        "lib/tape.py.j2",
+        "        tape_copy(m, g).wait()\n        use(i, g)\n",
+        "        use(i, g)\n        tape_copy(m, g).wait()\n",
+        "code flight",
+    ),
+    "refill dropped": ("lib/tape.py.j2", "        if refill:\n", "        if False:\n", "code"),
+    "refill of the wrong chunk": (
+        "lib/tape.py.j2",
+        "tape_copy(m, g + RING_DEPTH).start()\n    tape_copy(m, g + 1)",
+        "tape_copy(m, g + RING_DEPTH - 1).start()\n    tape_copy(m, g + 1)",
+        "code",
+    ),
+    "refill before the use": (
+        "lib/tape.py.j2",
+        "        use(i, g)\n        if refill:\n            tape_copy(m, g + RING_DEPTH).start()\n",
+        "        if refill:\n            tape_copy(m, g + RING_DEPTH).start()\n        use(i, g)\n",
+        "code flight",
+    ),
+    "wrong slot of the ring": (
+        "lib/tape.py.j2",
+        "m.ring[lax.rem(g, RING_DEPTH)",
+        "m.ring[lax.rem(g + 1, RING_DEPTH)",
+        "code flight",
+    ),
+    "fixed slot of the ring": (
+        "lib/tape.py.j2",
+        "m.ring[lax.rem(g, RING_DEPTH)",
+        "m.ring[0 * lax.rem(g, RING_DEPTH)",
+        "code flight",
+    ),
+    "prologue too short": (
+        "kernel.py.j2",
+        "lax.fori_loop(0, RING_DEPTH, lambda",
+        "lax.fori_loop(0, RING_DEPTH - 1, lambda",
+        "code",
+    ),
+    "wrong slot of an expert": (
+        "lib/experts.py.j2",
+        "slot, width = lax.rem(i, EXPERT_SLOTS)",
+        "slot, width = lax.rem(i + 1, EXPERT_SLOTS)",
+        "code flight",
+    ),
+    "wrong slot of a tile": ("lib/attention.py.j2", "lax.rem(i, KV_SLOTS)", "lax.rem(i + 1, KV_SLOTS)", "code flight"),
+    "semaphores not by half": (
+        "lib/collectives.py.j2",
+        "m.arrived.at[here, stage.number]",
+        "m.arrived.at[0, stage.number]",
+        "code ranks",
+    ),
+    "inbox not by half": ("lib/collectives.py.j2", "slot = m.inbox.at[here, ", "slot = m.inbox.at[0, ", "code ranks"),
+    "gather not by half": (
+        "lib/collectives.py.j2",
+        "return lax.rem(m.phase[counter], 2)",
+        "return lax.rem(m.phase[counter], 2 if counter < len(STAGES) else 1)",
+        "code ranks",
+    ),
+    "phase not counted": (
+        "lib/collectives.py.j2",
+        "    m.phase[stage.number] += 1\n    return [m.inbox",
+        "    return [m.inbox",
+        "code ranks",
+    ),
+    "drain of an exchange dropped": (
+        "lib/collectives.py.j2",
+        "    for copy in gather_copies(m, stage, width):\n        copy.wait()\n",
+        "",
+        "code",
+    ),
+    "only arrivals awaited": (
+        "lib/collectives.py.j2",
+        "    for copy in inbox_copies(m, stage, here, width):\n        copy.wait()\n",
+        "    for copy in inbox_copies(m, stage, here, width):\n        copy.wait_recv()\n",
+        "code flight",
+    ),
+    "only departures awaited": (
+        "lib/collectives.py.j2",
+        "    for copy in gather_copies(m, stage, width):\n        copy.wait()\n",
+        "    for copy in gather_copies(m, stage, width):\n        copy.wait_send()\n",
+        "code",
+    ),
+    "read before the peers' words are here": (
+        "lib/collectives.py.j2",
+        f"{INBOX_WAIT}    m.phase[stage.number] += 1\n    return {INBOX_WORDS}",
+        f"    out = {INBOX_WORDS}\n{INBOX_WAIT}    m.phase[stage.number] += 1\n    return out",
+        "code ranks",
+    ),
+    "wrong peer": (
+        "lib/collectives.py.j2",
+        "(lax.rem(me + step, stage.size) - me) * stage.stride",
+        "(lax.rem(me + step, stage.size) - me)",
+        "code ranks",
+    ),
+    "one peer left out": (
+        "lib/collectives.py.j2",
+        "        for step in range(1, stage.size)\n    ]",
+        "        for step in range(2, stage.size)\n    ]",
+        "code",
+    ),
+    "no barrier at the start": (
+        "lib/collectives.py.j2",
+        "    pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))\n",
+        "",
+        "code ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_template_is_found(mini, monkeypatch, name):
+    template, old, new, rule = DAMAGE[name]
+    assert check_plan(mini) == [], "the plan knows nothing of it"
+    done = check_code(mini, damaged_module(mini, monkeypatch, template, old, new), few=True)
+    assert any(f.rule == rule for f in done.findings), f"{rule} expected: {[str(f) for f in done.findings][:4]}"
+
+
+def test_a_module_that_cannot_be_traced_is_a_finding(mini, monkeypatch):
+    module = damaged_module(mini, monkeypatch, "lib/tape.py.j2", "lax.rem(g, RING_DEPTH)", "lax.rem(g, RING_DEPHT)")
+    done = check_code(mini, module, few=True)
+    assert len(done.findings) == 1 and "RING_DEPHT" in str(done.findings[0])
