@@ -7,14 +7,13 @@ everything else is left out. Nothing is assumed about how the kernel was written
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from jax._src import core
 from jax._src.state import indexing
 from jax._src.state.types import TransformedRef
 
-from mkgen.prove.jaxprs import needed, nested, scalar, used
+from mkgen.check.names import div, rem
+from mkgen.prove.jaxprs import Place, needed, nested, scalar, used
 
 INDENT = "    "
 CALLS = ("start", "send", "wait", "signal", "await_signal", "read", "write", "fetch", "put", "made", "need", "unknown")
@@ -54,24 +53,6 @@ CALLED = {
 
 class Unfollowable(Exception):
     """A kernel whose control flow this reading does not know."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A ref, or a part of one, as source text: [(first, size or None for a single index)] a dimension of the whole."""
-
-    buffer: str
-    dims: tuple[tuple[str, str | None], ...]
-
-    @property
-    def text(self) -> str:
-        spans = [
-            f"({a}, {a} + {n or 1}),"
-            if not (a.isdigit() and (n or "1").isdigit())
-            else f"({a}, {int(a) + int(n or 1)}),"
-            for a, n in self.dims
-        ]
-        return f"'{self.buffer}', ({' '.join(spans)})"
 
 
 class Control:
@@ -405,13 +386,3 @@ def whole(shape: tuple) -> tuple:
 
 def refs_only(pairs, env: dict) -> dict:
     return {v: env[a] for v, a in pairs if not isinstance(a, core.Literal) and isinstance(env.get(a), Place)}
-
-
-def div(a: int, b: int) -> int:
-    """Rounds towards zero, as lax.div does."""
-    q = abs(a) // abs(b)
-    return q if (a < 0) == (b < 0) else -q
-
-
-def rem(a: int, b: int) -> int:
-    return a - b * div(a, b)

@@ -1,13 +1,32 @@
-"""What a jaxpr is made of: its nested jaxprs, the variables that are read, and the lines that a control slice can do without."""
+"""What a jaxpr is made of: its nested jaxprs, what is read, places in refs, and the lines that a slice can do without."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
 from jax._src import core
 
 NESTED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A ref, or a part of one, as source text: [(first, size or None for a single index)] a dimension of the whole."""
+
+    buffer: str
+    dims: tuple[tuple[str, str | None], ...]
+
+    @property
+    def text(self) -> str:
+        spans = [
+            f"({a}, {a} + {n or 1}),"
+            if not (a.isdigit() and (n or "1").isdigit())
+            else f"({a}, {int(a) + int(n or 1)}),"
+            for a, n in self.dims
+        ]
+        return f"'{self.buffer}', ({' '.join(spans)})"
 
 
 def scalar(aval) -> bool:
