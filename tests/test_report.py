@@ -20,7 +20,7 @@ from mkgen.show.report import budget, experts, traffic
 from mkgen.show.report.exchanges import exchanges
 from mkgen.show.report.forecast import Change, Forecast
 from mkgen.show.report.graphs import drawings
-from mkgen.show.report.lanes import bars, layer_bands
+from mkgen.show.report.lanes import bars, layer_bands, memory_busy
 from mkgen.show.report.lives import vmem
 from mkgen.show.report.page import page
 from synthetic import timeline
@@ -263,6 +263,9 @@ def test_lanes_never_overlap_and_waits_know_their_end(kimi):
     waits = [b for b in drawn if b.span.track == "wait" and b.span.what != "drain"]
     assert waits and all(b.ended >= 0 for b in waits)
     assert all(abs(drawn[b.ended].span.end - b.span.end) < 2e-9 for b in waits)
+    stretches = memory_busy(made, kimi[0].target.dma_latency_s)
+    assert sum(b - a for a, b in stretches) == pytest.approx(made.hbm_busy, rel=1e-4), "served without a pause while copies are there"
+    assert all(a[1] < b[0] for a, b in zip(stretches, stretches[1:]))
     bands = layer_bands(made)
     assert [b[2:] for b in bands if b[2] is not None] == [(n, k) for n, pair in enumerate(kimi[0].graph.layers) for k in pair if k]
 

@@ -94,7 +94,8 @@ def drawing(sub: SubLayer, runs: int, held: dict[str, int], exchanges: dict[str,
     g = with_carried(sub)
     flat = len(set(depths(g).values())) == len(g)            # a chain: from left to right
     drawn = draw(g, STYLE, flat)
-    boxes = [box(n, g.nodes[n].get("op"), sub, *drawn.at[n], held, exchanges.get(n)) for n in g.nodes]
+    carried = sorted({v.name for op in sub.ops for v in op.inputs() if v.carried})
+    boxes = [box(n, g.nodes[n].get("op"), sub, *drawn.at[n], held, exchanges.get(n), carried) for n in g.nodes]
     edges = [Edge(drawn.paths[a, b], ", ".join(sorted(d["values"])), a in exchanges, a == CARRIED) for a, b, d in g.edges(data=True)]
     return Drawing(sub.name, sub.role, sub.doc, runs, sum(b.bytes for b in boxes), flat, round(drawn.width), round(drawn.height), tuple(boxes), tuple(edges))
 
@@ -118,9 +119,9 @@ def tie(g: nx.DiGraph, a: str, b: str, value: str) -> None:
     g.add_edge(a, b, values=known | {value.split(".")[-1]})
 
 
-def box(name: str, op: Op | None, sub: SubLayer, x: float, y: float, held: dict[str, int], exchange: Exchange | None) -> Box:
+def box(name: str, op: Op | None, sub: SubLayer, x: float, y: float, held: dict[str, int], exchange: Exchange | None, carried: list[str]) -> Box:
     if op is None:
-        return Box("residual stream", "carried", x, y, tip="values that live from sub-layer to sub-layer")
+        return Box(CARRIED, "carried", x, y, tip="from other sub-layers: " + ", ".join(carried))
     weights = tuple(w.name for w in op.weights())
     told = [f"{op.name}: {op.kind}"]
     told += [f"in: {', '.join(f'{v.name} [{v.width}] {v.dtype}' for v in op.inputs())}"] if op.inputs() else []

@@ -71,3 +71,15 @@ def layer_bands(timeline: Timeline) -> list[tuple[float, float, int | None, str]
         else:
             out.append([s.begin, s.end, s.where.layer, s.where.region])
     return [tuple(b) for b in out]
+
+
+def memory_busy(timeline: Timeline, latency: float) -> list[tuple[float, float]]:
+    """(begin, end) of the stretches in which HBM serves a copy; a copy arrives `latency` seconds after its last byte was served."""
+    out: list[list[float]] = []
+    for s in sorted((s for s in timeline.spans if s.track == "hbm"), key=lambda s: s.begin):
+        end = max(s.begin, s.end - latency)
+        if out and s.begin <= out[-1][1] + TICK:
+            out[-1][1] = max(out[-1][1], end)
+        else:
+            out.append([s.begin, end])
+    return [(a, b) for a, b in out]

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from mkgen.plan.plan import Plan
-from mkgen.show.report.lanes import Bar, bars, layer_bands
+from mkgen.show.report.lanes import Bar, bars, layer_bands, memory_busy
 from mkgen.show.report.lives import Vmem
 from mkgen.simulate.timeline import Timeline
 
@@ -39,7 +39,8 @@ def canvas(plan: Plan, timeline: Timeline, vmem: Vmem) -> dict[str, Any]:
         "n": [-1 if x.span.where.layer is None else x.span.where.layer for x in all_bars],
         "y": [x.span.bytes for x in all_bars], "s": [round(x.span.served * NS) for x in all_bars], "e": [x.ended for x in all_bars],
         "ops": list(ops), "regions": list(regions), "whats": list(whats), "tracks": list(tracks), "bands": bands,
-        "windows": windows(plan, timeline), "budget": vmem.budget,
+        "busy": [round(t * NS) for pair in memory_busy(timeline, plan.target.dma_latency_s) for t in pair],
+        "latency": round(plan.target.dma_latency_s * NS), "windows": windows(plan, timeline), "budget": vmem.budget,
         "live": {f"{region} {op}": total for (region, op), total in zip(vmem.places, vmem.totals)},
     }
 
