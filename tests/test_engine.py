@@ -14,7 +14,7 @@ from mkgen.targets.exchange import phase, phase_seconds
 
 AT = Where(0, "mixer", "matmul")
 # 1 byte a second, 1 cycle a second, no costs but those that a case gives back
-PLAIN = replace(load_target("tpu7x"), dma_bytes_per_s=1.0, dma_descriptor_s=0.0, dma_latency_s=0.0, clock_hz=1.0)
+PLAIN = replace(load_target("tpu7x"), dma_bytes_per_s=1.0, dma_descriptor_s=0.0, dma_latency_s=0.0, dma_lanes=9, clock_hz=1.0)
 
 
 def tracks(events, target=PLAIN, **scale):
@@ -54,6 +54,14 @@ def test_two_copies_share_the_memory():
 def test_a_share_is_a_descriptor():
     # a in two descriptors gets two thirds: both end at 9
     assert copies([Fetch(AT, "a", 6, "tape", descriptors=2), Fetch(AT, "b", 3, "tape")]) == [(0, 9, 6), (0, 9, 3)]
+
+
+def test_the_last_come_waits_for_a_lane():
+    # two lanes: a and b share until b ends at 4, when c gets its lane; a has 4 left, c 1: c ends at 6, a at 9
+    events = [Fetch(AT, "a", 6, "tape"), Fetch(AT, "b", 2, "tape"), Fetch(AT, "c", 1, "cache")]
+    assert copies(events, replace(PLAIN, dma_lanes=2)) == [(0, 9, 6), (0, 4, 2), (0, 6, 1)]
+    assert [end for _, end, _ in copies(events, replace(PLAIN, dma_lanes=1))] == [6, 8, 9]
+    assert [end for _, end, _ in copies(events)] == [9, 5, 3]       # a lane for each
 
 
 def test_descriptors_and_latency():

@@ -32,7 +32,7 @@ def replay(events: Iterable[Event], target: Target, *, hbm: float = 1.0, latency
 class _Replay:
     def __init__(self, target: Target, hbm: float, latency: float, host_latency: float):
         self.target, self.latency, self.host_latency = target, latency, host_latency
-        self.memory = Memory(target.dma_bytes_per_s * hbm, target.dma_descriptor_s, target.dma_latency_s)
+        self.memory = Memory(target.dma_bytes_per_s * hbm, target.dma_descriptor_s, target.dma_latency_s, target.dma_lanes)
         self.now = 0.0
         self.links_free = 0.0
         self.last_message = 0.0

@@ -1,45 +1,47 @@
-"""HBM as a server that all outstanding copies share.
+"""HBM as a server of a few lanes, over which all copies go.
 
-A copy of `bytes` in `descriptors` pieces is bytes / bytes_per_s + descriptors * descriptor_s of service, and has arrived
-`latency_s` after the last of it. The service is shared by descriptors in equal parts (processor sharing): people with the chip
-found its DMA engine to serve outstanding descriptors in rotation, so that whatever is started early delays everything else; this
-is why the order of starts matters, and why a refill that nobody needs yet should be held back.
+A copy is one or several descriptors. A descriptor of `bytes` needs bytes / bytes_per_s + descriptor_s of service; it waits, in the order
+of starts, for one of `lanes`, and those in a lane share the memory in equal parts. A copy has arrived `latency_s` after the last of it.
+People with the chip found both that its DMA engine serves outstanding descriptors in rotation, so that more in flight delays all,
+and that the order of starts matters: with one lane the first would be missed, with a lane for each descriptor the second.
 
-Work goes by *virtual time*, the service that each outstanding descriptor has had so far: a copy ends at a virtual time that is
-known when it starts, so each start and each end costs one step of a heap.
+Work goes by *virtual time*, the service that each lane in use has had so far: a descriptor ends at a virtual time that is
+known when it gets its lane, so each start and each end costs one step of a heap.
 """
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 
 @dataclass(slots=True)
 class Copy:
-    """`served`: seconds of service that it needs; `end`: when the last of its bytes left the memory, None: not known yet."""
+    """served: seconds of service that it needs; left: descriptors that have not ended; end: when the last of them has left the
+    memory, None: not known yet."""
     begin: float
     descriptors: int
     served: float
+    left: int
     end: float | None = None
 
 
 class Memory:
     """Copies start in order of time; an arrival may be asked for at any time, as long as nothing starts before it is known."""
 
-    def __init__(self, bytes_per_s: float, descriptor_s: float, latency_s: float):
-        self.bytes_per_s, self.descriptor_s, self.latency_s = bytes_per_s, descriptor_s, latency_s
+    def __init__(self, bytes_per_s: float, descriptor_s: float, latency_s: float, lanes: int):
+        self.bytes_per_s, self.descriptor_s, self.latency_s, self.lanes = bytes_per_s, descriptor_s, latency_s, lanes
         self.now = self.virtual = self.busy = self.last = 0.0
-        self.shares = 0                                  # outstanding descriptors
-        self.waiting: list[tuple[float, int, Copy]] = []         # by the virtual time of their end
-        self.started = 0
+        self.queue: deque[Copy] = deque()                # descriptors without a lane, by their copy
+        self.served: list[tuple[float, int, Copy]] = []  # those in a lane, by the virtual time of their end
+        self.turn = 0
 
     def start(self, now: float, size: int, descriptors: int = 1) -> Copy:
         self._advance(now)
-        copy = Copy(now, descriptors, size / self.bytes_per_s + descriptors * self.descriptor_s)
-        self.started += 1
-        self.shares += descriptors
+        copy = Copy(now, descriptors, size / self.bytes_per_s + descriptors * self.descriptor_s, descriptors)
         self.busy += copy.served
-        heappush(self.waiting, (self.virtual + copy.served / descriptors, self.started, copy))
+        self.queue.extend([copy] * descriptors)
+        self._fill()
         return copy
 
     def arrival(self, copy: Copy) -> float:
@@ -50,22 +52,32 @@ class Memory:
 
     def drain(self) -> float:
         """When all copies have arrived."""
-        while self.waiting:
+        while self.served:
             self._finish()
-        return self.last + self.latency_s if self.started else 0.0
+        return self.last + self.latency_s if self.turn else 0.0
+
+    def _fill(self) -> None:
+        while self.queue and len(self.served) < self.lanes:
+            copy = self.queue.popleft()
+            self.turn += 1
+            heappush(self.served, (self.virtual + copy.served / copy.descriptors, self.turn, copy))
 
     def _advance(self, now: float) -> None:
-        while self.waiting and self.now + (self.waiting[0][0] - self.virtual) * self.shares <= now:
+        while self.served and self.now + (self.served[0][0] - self.virtual) * len(self.served) <= now:
             self._finish()
         if now > self.now:
-            if self.shares:
-                self.virtual += (now - self.now) / self.shares
+            if self.served:
+                self.virtual += (now - self.now) / len(self.served)
             self.now = now
 
     def _finish(self) -> None:
-        """The next copy to end ends."""
-        goal, _, copy = heappop(self.waiting)
-        self.now += max(0.0, goal - self.virtual) * self.shares
+        """The next descriptor to end ends; one that waits gets its lane."""
+        goal = self.served[0][0]
+        self.now += max(0.0, goal - self.virtual) * len(self.served)
         self.virtual = goal
-        self.shares -= copy.descriptors
-        copy.end = self.last = self.now
+        copy = heappop(self.served)[2]
+        copy.left -= 1
+        self.last = self.now
+        if not copy.left:
+            copy.end = self.now
+        self._fill()

@@ -43,6 +43,7 @@ class Target:
     dma_bytes_per_s: float                       # time = bytes / dma_bytes_per_s + descriptors * the next
     dma_descriptor_s: float
     dma_latency_s: float
+    dma_lanes: int                               # descriptors that are served at a time, in equal parts
     clock_hz: float
     link_bytes_per_s: float                      # to another chip, each direction
     link_latency_s: float
