@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,9 +28,18 @@ def template_dir() -> Path:
     return packaged if packaged.is_dir() else packaged.parent.parent / "templates"
 
 
+@lru_cache(maxsize=1)
 def environment() -> Environment:
+    """One for all: a template is compiled once a process."""
     return Environment(loader=FileSystemLoader(template_dir()), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                        keep_trailing_newline=True)
+
+
+def kernel_environment(plan: Plan) -> Environment:
+    """With the names that a kernel's templates find everywhere; they are those of the plan that asked last."""
+    env = environment()
+    env.globals.update(rounding(plan), coded=coded(plan), constant=constant, left_operand=left_operand, code_dtype=lambda fmt: DTYPES[FORMATS[fmt].code])
+    return env
 
 
 def shape_text(b: Buffer) -> str:
@@ -83,7 +93,12 @@ def sights(plan: Plan) -> list[Seen]:
 
 
 def render_kernel(plan: Plan) -> str:
-    env = environment()
+    return tidy(prune(kernel_text(plan), FACE))
+
+
+def kernel_text(plan: Plan) -> str:
+    """The kernel as the templates print it, with all their helpers."""
+    env = kernel_environment(plan)
     spec = plan.spec
     buffers = list(plan.buffers.values())
     used = [t for t in plan.transfers.values()]
@@ -100,8 +115,7 @@ def render_kernel(plan: Plan) -> str:
     missing = [any(run[i] is None for run in plan.graph.layers) for i in (0, 1)]
     functions = {r.name: function(r) for r in regions}
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
-    env.globals.update(rounding(plan), coded=coded(plan), constant=constant, left_operand=left_operand, code_dtype=lambda fmt: DTYPES[FORMATS[fmt].code])
-    text = env.get_template("kernel.py.j2").render(
+    return env.get_template("kernel.py.j2").render(
         plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
         local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),
         kv_batch=max(1, spec.build.kv_slots // 2), expert_steps=expert_steps(plan),
@@ -111,7 +125,6 @@ def render_kernel(plan: Plan) -> str:
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],
         scratch_buffers=[b for b in buffers if b.space in ("vmem", "smem", "dma_sem")], shape=shape_text, place=place_text,
         vmem_limit=plan.target.vmem_bytes)
-    return tidy(prune(text, FACE))
 
 
 def tidy(text: str) -> str:

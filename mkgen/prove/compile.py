@@ -103,15 +103,15 @@ def run_worker(job: dict, stem: Path, dump: Path) -> dict:
     return {"error": f"the compiler {died}; its last words:\n{words}"}
 
 
-def worker_environment(dump: Path) -> dict[str, str]:
-    """No TPU is looked for, several may compile at once, no cache answers, and libtpu leaves its VMEM report."""
+def worker_environment(dump: Path, flags: str = DUMP_FLAGS) -> dict[str, str]:
+    """No TPU is looked for, several may compile at once, no cache answers, and libtpu leaves what `flags` ask for: its VMEM report."""
     keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return keep | {
         "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} {DUMP_FLAGS}",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} {flags}",
     }
 
 

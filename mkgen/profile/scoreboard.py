@@ -1,0 +1,160 @@
+"""How many cycles a listing takes: bundles in order, one a cycle, held back where a unit is busy or has no result yet.
+
+The compiler counts on the hardware to hold a bundle back, and its listing does not show it. The numbers are those of libtpu's
+own model of the chip: differences between neighbours on the critical paths that its static profiler prints (libtpu 0.0.52, tpu7x).
+Copies cost their issue here and nothing else: waiting for memory is the simulator's affair.
+"""
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+
+from mkgen.profile.listing import Listing, Loop, Op
+
+PUSH, LEFT = 4, 8                        # cycles that an MXU takes for a push of weights; for 16 rows of the left operand
+RESULT_8, RESULT_16 = 188, 211           # from the left operand to its product, 8 and 16 rows
+REDUCE, PERMUTE, TRANSPOSE = 141, 127, 68            # XLU: lane reductions; lane shuffles; last push of a transpose
+XLU_BUSY = 4                             # an XLU takes one operand in so many
+TRANSCENDENTAL = 10                      # EUP: exp2, reciprocal, rsqrt, ...
+TO_SCALAR = 49                           # vpush to spop
+VECTOR = 2                               # a vector ALU's result to its next reader
+TRIPS = 4                                # a loop is replayed so often, and counted on from its last trip
+UNIT = re.compile(r"\.(mxu|xlu)(\d)")
+EUP = ("vrsqrt", "vexp2", "vrcp", "vlog2", "vtanh", "vpow2", "vsinq", "vcosq", "verf", "vsigmoid")
+QUICK = ("vld", "vpop", "vstv", "vmov", "vlaneseq", "vphi")
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Of one trip of a listing's last loop. idle: with all conditions false; loops: of one trip of each loop inside whose trips
+    depend on data, in order, not counted in `all`."""
+    all: float
+    idle: float
+    loops: tuple[float, ...] = ()
+
+
+def cycles_of_loop(listing: Listing) -> Cycles:
+    if not listing.loops:                                # nothing is left of it: the compiler found no effect
+        return Cycles(0.0, 0.0)
+    loop = listing.loops[-1]
+    every, idle = Board(listing, False), Board(listing, True)
+    each = every.trips(loop)
+    every.dynamic.clear()
+    every.run(loop.first, loop.last, loop.inside)        # once more, to list the loops of one trip
+    return Cycles(each, idle.trips(loop), tuple(every.dynamic))
+
+
+class Board:
+    """When each unit, FIFO and register is free or ready, while bundles are issued."""
+
+    def __init__(self, listing: Listing, skip: bool):
+        self.bundles, self.skip, self.now = listing.bundles, skip, 0.0
+        self.free: dict[str, float] = {}
+        self.ready: dict[str, float] = {}
+        self.fifos: dict[str, deque[float]] = {}
+        self.dynamic: list[float] = []
+        wide = any(int(m.group(1)) % 4 >= 2 for b in self.bundles for o in b.ops if (m := re.search(r"^vpop\S*mrb\[(\d+)\]", o.name)))
+        self.result = RESULT_16 if wide else RESULT_8
+
+    def trips(self, loop: Loop) -> float:
+        """Cycles of a trip among others."""
+        marks = [self.now]
+        for _ in range(TRIPS):
+            self.run(loop.first, loop.last, loop.inside)
+            marks.append(self.now)
+        return (marks[-1] - marks[-3]) / 2
+
+    def run(self, first: int, last: int, loops: list[Loop]) -> None:
+        """Issues bundles first..last, following branches forward, and the loops among them as often as they turn."""
+        at = first
+        heads = {x.first: x for x in loops}
+        while at <= last:
+            loop = heads.get(at)
+            if loop:
+                self.loop(loop)
+                at = loop.last + 1
+                continue
+            self.issue(self.bundles[at].ops)
+            goal = self.bundles[at].branch
+            if goal is not None and at < goal <= last + 1 and (self.bundles[at].always or self.skip):
+                for n in range(at + 1, min(at + 6, goal - 1, last) + 1):
+                    self.issue(self.bundles[n].ops)
+                at = goal
+            else:
+                at += 1
+
+    def loop(self, loop: Loop) -> None:
+        if loop.trips is None:
+            began, inner = self.now, len(self.dynamic)
+            each = self.trips(loop)
+            del self.dynamic[inner:]
+            self.dynamic.append(each)
+            self.now = began
+        else:
+            turns = min(loop.trips, TRIPS)
+            began = before = self.now
+            for _ in range(turns):
+                before, began = began, self.now
+                self.run(loop.first, loop.last, loop.inside)
+            self.now += (loop.trips - turns) * (self.now - began)
+
+    def issue(self, ops: tuple[Op, ...]) -> None:
+        now = self.now + 1
+        for op in ops:
+            now = max(now, self.earliest(op))
+        self.now = now
+        for op in ops:
+            self.take(op, now)
+
+    def earliest(self, op: Op) -> float:
+        when = max((self.ready.get(r, 0.0) for r in op.reads), default=0.0)
+        name = op.name
+        if name.startswith("vpop") or name == "spop":
+            fifo = self.fifos.get(fifo_of(name))
+            return max(when, fifo[0]) if fifo else when
+        if unit := UNIT.search(name):
+            kind = "left" if name.startswith("vmatmul") else "push" if name.startswith("vmatpush") else "in"
+            return max(when, self.free.get(kind + unit.group(), 0.0))
+        return when
+
+    def take(self, op: Op, now: float) -> None:
+        name = op.name
+        latency = 1 if name.startswith(QUICK) or not name.startswith("v") else VECTOR
+        for r in op.writes:
+            self.ready[r] = now + latency
+        if name.startswith("vpop") or name == "spop":
+            fifo = self.fifos.get(fifo_of(name))
+            if fifo:
+                if "mrb" not in name and ".trf." not in name:
+                    fifo.popleft()
+            return
+        unit = UNIT.search(name)
+        if name.startswith("vmatpush"):
+            self.free["push" + unit.group()] = now + PUSH
+        elif name.startswith("vmatmul"):
+            self.free["left" + unit.group()] = now + LEFT
+            self.fifos[fifo_of(name)] = deque([now + self.result])
+        elif unit and unit.group(1) == "xlu":
+            self.free["in" + unit.group()] = now + XLU_BUSY
+            kind = "xlane" if ".xlane." in name else "trf" if name.startswith("vxpose") else "permute"
+            if kind != "trf":
+                self.fifos.setdefault(kind + unit.group(), deque(maxlen=512)).append(now + (REDUCE if kind == "xlane" else PERMUTE))
+            elif name.endswith(".end"):                  # a transpose has no result before its last push
+                self.fifos[kind + unit.group()] = deque([now + TRANSPOSE])
+        elif name.startswith(EUP):
+            self.fifos.setdefault("erf", deque(maxlen=512)).append(now + TRANSCENDENTAL)
+        elif name.startswith("vpush"):
+            self.fifos.setdefault("spop", deque(maxlen=512)).append(now + TO_SCALAR)
+
+
+def fifo_of(name: str) -> str:
+    """The queue that an instruction fills or empties."""
+    if name == "spop":
+        return "spop"
+    unit = UNIT.search(name)
+    if found := re.search(r"mrb\[(\d+)\]", name):
+        return f"mrb{int(found.group(1)) // 4}{unit.group()}"
+    if unit:
+        return next(k for k in ("xlane", "trf", "permute") if f".{k}." in name) + unit.group() if re.search(r"\.(xlane|trf|permute)\.", name) else "other"
+    return "erf"
