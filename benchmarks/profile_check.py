@@ -1,4 +1,4 @@
-"""The cycles of `mkgen profile` against libtpu's own static profiler, piece by piece: python benchmarks/profile_check.py SPEC [ROWS].
+"""The cycles of `mkgen profile` against libtpu's own static profiler, piece by piece: python benchmarks/profile_check.py SPEC [ROWS [WORD]].
 
 Both see the same listings: the steps of each piece in a loop of fixed trips, without copies, whose bandwidth libtpu does not model.
 A trip is the difference between two trip counts. libtpu's profiler ends the process on some kernels (loops whose trips depend on
@@ -60,10 +60,10 @@ def estimate(job: Job, asked, trips: int, folder: Path) -> tuple[int, Path] | No
     return int(re.search(r"estimated_cycles: (\d+)", found[0].read_text()).group(1)), max(listing)
 
 
-def main(spec: str, rows: str = "1") -> None:
+def main(spec: str, rows: str = "1", word: str = "") -> None:
     job, asked = pieces_of(spec, int(rows))
     ratios, weights = [], []
-    for a in asked:
+    for a in (a for a in asked if word in a.about):
         with tempfile.TemporaryDirectory() as scratch:
             both = [estimate(job, a, trips, Path(scratch) / str(trips)) for trips in TRIPS]
             if None in both:

@@ -10,6 +10,7 @@ import click
 from mkgen.cli_base import Guarded, Asked, debug_option, finish, finish_input, spec_options
 from mkgen.commands.report import report, trace
 from mkgen.commands.check import check
+from mkgen.commands.simulate import profile, simulate
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -190,6 +191,8 @@ def table(specs: tuple[str, ...], compile_too: bool, out: str | None, as_json: b
 main.add_command(report)
 main.add_command(trace)
 main.add_command(check)
+main.add_command(profile)
+main.add_command(simulate)
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 """A kernel's final VLIW listing, as libtpu leaves it with `--xla_jf_dump_llo_text`: bundles, and the loops they stand in.
 
-A bundle is what a core issues in one cycle. Branches take effect `DELAY` bundles later; a branch backwards closes a loop, whose
-number of trips is in its exit test if it is known. Nothing here says how long a bundle is held back: see `scoreboard`.
+A bundle is what a core issues in one cycle. A branch takes effect up to `DELAY` bundles later, or where the next control target is;
+a branch backwards closes a loop, whose number of trips is in its exit test if it is known. Nothing here says how long a bundle is held back: see `scoreboard`.
 """
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DELAY = 6                                # bundles that are issued behind a branch
-HEAD = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s*(?:[A-Z]{2}\s*)*:\s*>*\s*\{(.*)$")
+DELAY = 6                                # bundles that are issued behind a branch, at most
+HEAD = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s*((?:[A-Z]{2}\s*)*):\s*>*\s*\{(.*)$")
 STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
 REGISTER = re.compile(r"%\w*?_((?:vm|v)\d+)\b")
+NUMBER = re.compile(r"%(\d+)\b(?!_)")
 OPCODE = re.compile(r"(?:= )?\b([a-z_]+[a-z0-9_.]*(?:\[\d+\][a-z0-9_.]*)?)")
 TARGET = re.compile(r"target = \$region(\d+)")
 TEST = re.compile(r"scmp\.\S+ %\w+, (-?\d+|%\w+) .*loop exit test")
@@ -20,10 +21,12 @@ TEST = re.compile(r"scmp\.\S+ %\w+, (-?\d+|%\w+) .*loop exit test")
 
 @dataclass(frozen=True)
 class Op:
-    """One instruction: its name with unit and result register (`vpop.f32.mrb[3].mxu0`), vector and mask registers in and out."""
+    """One instruction: its name with unit and result register (`vpop.f32.mrb[3].mxu0`), vector and mask registers in and out.
+    queued: the number under which a queue keeps the result, of the instruction that puts it there and of the one that takes it."""
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    queued: str | None = None
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Bundle:
     ops: tuple[Op, ...]
     branch: int | None = None            # the bundle that a branch here goes to
     always: bool = False                 # no predicate: the branch is taken
+    target: bool = False                 # control can come from elsewhere
 
 
 @dataclass
@@ -62,9 +66,11 @@ def parse(text: str) -> Listing:
     if len(parts) != 2:
         raise UnreadableListing("no 'control target key end'")
     bodies: list[list[str]] = []
+    marked: list[bool] = []
     for line in parts[1].split("\n"):
         if head := HEAD.match(line):
-            bodies.append([head.group(1)])
+            bodies.append([head.group(2)])
+            marked.append(bool(head.group(1)))
         elif bodies:
             bodies[-1].append(line)
     texts = [" ".join(b) for b in bodies]
@@ -74,7 +80,7 @@ def parse(text: str) -> Listing:
             starts.setdefault(region, n)
     bundles, tests = [], {}
     for n, body in enumerate(texts):
-        bundles.append(bundle(body, starts))
+        bundles.append(bundle(body, starts, marked[n]))
         if found := TEST.search(body):
             tests[n] = found.group(1)
     loops = nest(bundles, tests)
@@ -83,7 +89,15 @@ def parse(text: str) -> Listing:
     return Listing(bundles, loops)
 
 
-def bundle(body: str, starts: dict[str, int]) -> Bundle:
+def delayed(bundles: list[Bundle], at: int) -> int:
+    """The last bundle that is issued before the branch in bundle `at` takes effect."""
+    last = at
+    while last - at < DELAY and last + 1 < len(bundles) and not bundles[last + 1].target:
+        last += 1
+    return last
+
+
+def bundle(body: str, starts: dict[str, int], target: bool) -> Bundle:
     ops, branch, always = [], None, False
     for text in body.split(";;"):
         if "sbr.rel" in text:
@@ -93,7 +107,7 @@ def bundle(body: str, starts: dict[str, int]) -> Bundle:
             branch, always = starts[found.group(1)], "sbr.rel target" in text
         elif op := instruction(text):
             ops.append(op)
-    return Bundle(tuple(ops), branch, always)
+    return Bundle(tuple(ops), branch, always, target)
 
 
 def instruction(text: str) -> Op | None:
@@ -104,12 +118,14 @@ def instruction(text: str) -> Op | None:
     name = OPCODE.match(right.strip())
     if not name or name.group(1) in ("sphi", "vphi"):
         return None
-    return Op(name.group(1), tuple(REGISTER.findall(right)), tuple(REGISTER.findall(left)))
+    pops = name.group(1).startswith(("vpop", "spop"))
+    number = NUMBER.findall(right if pops else left)
+    return Op(name.group(1), tuple(REGISTER.findall(right)), tuple(REGISTER.findall(left)), number[0] if number else None)
 
 
 def nest(bundles: list[Bundle], tests: dict[int, str]) -> list[Loop]:
     """The loops, each in the one around it. A loop's exit test is the last in it that is in no inner loop."""
-    found = [Loop(b.branch, min(n + DELAY, len(bundles) - 1), None) for n, b in enumerate(bundles)
+    found = [Loop(b.branch, delayed(bundles, n), None) for n, b in enumerate(bundles)
              if b.branch is not None and b.branch <= n]
     outer: list[Loop] = []
     for loop in sorted(found, key=lambda x: (x.first, -x.last)):

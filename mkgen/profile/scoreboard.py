@@ -10,15 +10,17 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from mkgen.profile.listing import Listing, Loop, Op
+from mkgen.profile.listing import Listing, Loop, Op, delayed
 
-PUSH, LEFT = 4, 8                        # cycles that an MXU takes for a push of weights; for 16 rows of the left operand
+PUSH, TURNED, LEFT = 4, 8, 8             # cycles that an MXU takes for a push of weights; of transposed ones; for 16 rows of the left operand
 RESULT_8, RESULT_16 = 188, 211           # from the left operand to its product, 8 and 16 rows
 REDUCE, PERMUTE, TRANSPOSE = 141, 127, 68            # XLU: lane reductions; lane shuffles; last push of a transpose
 XLU_BUSY = 4                             # an XLU takes one operand in so many
 TRANSCENDENTAL = 10                      # EUP: exp2, reciprocal, rsqrt, ...
 TO_SCALAR = 49                           # vpush to spop
 VECTOR = 2                               # a vector ALU's result to its next reader
+BUSY = {"push": PUSH, "turned": TURNED, "left": LEFT, "xlu": XLU_BUSY, "other": 1}
+XLUS = (".xlu0", ".xlu1")
 TRIPS = 4                                # a loop is replayed so often, and counted on from its last trip
 UNIT = re.compile(r"\.(mxu|xlu)(\d)")
 EUP = ("vrsqrt", "vexp2", "vrcp", "vlog2", "vtanh", "vpow2", "vsinq", "vcosq", "verf", "vsigmoid")
@@ -46,16 +48,18 @@ def cycles_of_loop(listing: Listing) -> Cycles:
 
 
 class Board:
-    """When each unit, FIFO and register is free or ready, while bundles are issued."""
+    """When each unit, queue and register is free or ready, while bundles are issued."""
 
     def __init__(self, listing: Listing, skip: bool):
         self.bundles, self.skip, self.now = listing.bundles, skip, 0.0
         self.free: dict[str, float] = {}
         self.ready: dict[str, float] = {}
-        self.fifos: dict[str, deque[float]] = {}
+        self.queues: dict[str | None, float] = {}        # when a result can be taken
+        self.transposed: dict[str, deque[float]] = {}    # likewise, of transposes: in order, a register each
         self.dynamic: list[float] = []
         wide = any(int(m.group(1)) % 4 >= 2 for b in self.bundles for o in b.ops if (m := re.search(r"^vpop\S*mrb\[(\d+)\]", o.name)))
         self.result = RESULT_16 if wide else RESULT_8
+        self.registers = {unit: count_of(listing, "vpop.trf", unit) // max(1, count_of(listing, "vxpose", unit, ".end")) for unit in XLUS}
 
     def trips(self, loop: Loop) -> float:
         """Cycles of a trip among others."""
@@ -78,7 +82,7 @@ class Board:
             self.issue(self.bundles[at].ops)
             goal = self.bundles[at].branch
             if goal is not None and at < goal <= last + 1 and (self.bundles[at].always or self.skip):
-                for n in range(at + 1, min(at + 6, goal - 1, last) + 1):
+                for n in range(at + 1, min(delayed(self.bundles, at), goal - 1, last) + 1):
                     self.issue(self.bundles[n].ops)
                 at = goal
             else:
@@ -110,12 +114,13 @@ class Board:
     def earliest(self, op: Op) -> float:
         when = max((self.ready.get(r, 0.0) for r in op.reads), default=0.0)
         name = op.name
-        if name.startswith("vpop") or name == "spop":
-            fifo = self.fifos.get(fifo_of(name))
-            return max(when, fifo[0]) if fifo else when
+        if name.startswith("vpop.trf"):
+            waiting = self.transposed.get(name[-5:])
+            return max(when, waiting[0]) if waiting else when
+        if name.startswith(("vpop", "spop")):
+            return max(when, self.queues.get(slot(op), 0.0))
         if unit := UNIT.search(name):
-            kind = "left" if name.startswith("vmatmul") else "push" if name.startswith("vmatpush") else "in"
-            return max(when, self.free.get(kind + unit.group(), 0.0))
+            return max(when, self.free.get(port(name) + unit.group(), 0.0))
         return when
 
     def take(self, op: Op, now: float) -> None:
@@ -123,38 +128,37 @@ class Board:
         latency = 1 if name.startswith(QUICK) or not name.startswith("v") else VECTOR
         for r in op.writes:
             self.ready[r] = now + latency
-        if name.startswith("vpop") or name == "spop":
-            fifo = self.fifos.get(fifo_of(name))
-            if fifo:
-                if "mrb" not in name and ".trf." not in name:
-                    fifo.popleft()
+        if name.startswith("vpop.trf") and self.transposed.get(name[-5:]):
+            self.transposed[name[-5:]].popleft()
+        if name.startswith(("vpop", "spop")):
             return
         unit = UNIT.search(name)
-        if name.startswith("vmatpush"):
-            self.free["push" + unit.group()] = now + PUSH
-        elif name.startswith("vmatmul"):
-            self.free["left" + unit.group()] = now + LEFT
-            self.fifos[fifo_of(name)] = deque([now + self.result])
+        if unit:
+            turned = "turned" if ".xpose." in name else port(name)
+            self.free[port(name) + unit.group()] = now + BUSY[turned]
+        if name.startswith("vmatmul"):
+            self.queues[slot(op)] = now + self.result
+        elif name.startswith("vxpose"):
+            if name.endswith(".end"):                    # a transpose has no result before its last push
+                self.transposed.setdefault(unit.group(), deque(maxlen=4096)).extend([now + TRANSPOSE] * self.registers[unit.group()])
         elif unit and unit.group(1) == "xlu":
-            self.free["in" + unit.group()] = now + XLU_BUSY
-            kind = "xlane" if ".xlane." in name else "trf" if name.startswith("vxpose") else "permute"
-            if kind != "trf":
-                self.fifos.setdefault(kind + unit.group(), deque(maxlen=512)).append(now + (REDUCE if kind == "xlane" else PERMUTE))
-            elif name.endswith(".end"):                  # a transpose has no result before its last push
-                self.fifos[kind + unit.group()] = deque([now + TRANSPOSE])
+            self.queues[slot(op)] = now + (REDUCE if ".xlane." in name else PERMUTE)
         elif name.startswith(EUP):
-            self.fifos.setdefault("erf", deque(maxlen=512)).append(now + TRANSCENDENTAL)
+            self.queues[slot(op)] = now + TRANSCENDENTAL
         elif name.startswith("vpush"):
-            self.fifos.setdefault("spop", deque(maxlen=512)).append(now + TO_SCALAR)
+            self.queues[slot(op)] = now + TO_SCALAR
 
 
-def fifo_of(name: str) -> str:
-    """The queue that an instruction fills or empties."""
-    if name == "spop":
-        return "spop"
-    unit = UNIT.search(name)
-    if found := re.search(r"mrb\[(\d+)\]", name):
-        return f"mrb{int(found.group(1)) // 4}{unit.group()}"
-    if unit:
-        return next(k for k in ("xlane", "trf", "permute") if f".{k}." in name) + unit.group() if re.search(r"\.(xlane|trf|permute)\.", name) else "other"
-    return "erf"
+def count_of(listing: Listing, begins: str, unit: str, ends: str = "") -> int:
+    return sum(o.name.startswith(begins) and unit in o.name and o.name.endswith(ends) for b in listing.bundles for o in b.ops)
+
+
+def port(name: str) -> str:
+    """What an instruction keeps busy of its unit."""
+    return "left" if name.startswith("vmatmul") else "push" if name.startswith("vmatpush") else "xlu" if ".xlu" in name else "other"
+
+
+def slot(op: Op) -> str | None:
+    """Where a result waits to be taken: the MXU's result registers in fours, else the number of the instruction that made it."""
+    found = re.search(r"mrb\[(\d+)\]", op.name)
+    return f"mrb{int(found.group(1)) // 4}{UNIT.search(op.name).group()}" if found else op.queued
