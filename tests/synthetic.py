@@ -19,7 +19,8 @@ class Walk:
     def __init__(self, plan: Plan, rows: int, turns: int):
         self.plan, self.rows, self.turns = plan, rows, turns
         self.events: list[Event] = []
-        self.open: dict[str, int] = defaultdict(int)
+        self.open: dict[tuple, int] = defaultdict(int)
+        self.run = 0                     # of a sub-layer: but for the tape, no copy is waited for in another
         self.phases: list[tuple] = []
         self.table = [c.rows * 512 for _, r in plan.sequence() for c in r.chunks]
         self.issued = 0
@@ -35,8 +36,11 @@ class Walk:
                 return
             size, self.issued = self.table[self.issued], self.issued + 1
         writes = self.plan.transfers[name].target.split("at")[0].split(".")[1] in self.plan.states.values()
-        self.events.append(Fetch(where, name, size, self.stream(name), writes))
-        self.open[name] += 1
+        self.events.append(Fetch(where, self.key(name), size, self.stream(name), writes))
+        self.open[self.key(name)] += 1
+
+    def key(self, name: str) -> tuple:
+        return (name,) if name == "tape_copy" else (name, self.run)
 
     def node(self, n, layer, region, op) -> str:
         where = Where(layer, region, op)
@@ -49,11 +53,13 @@ class Walk:
             self.events.append(Work(Where(layer, region, n.op), CYCLES * (1 + len(n.reads))))
             return n.op
         elif isinstance(n, Start):
+            if n.when and "+" in n.when:         # one ahead in a loop whose number depends on data: the first ones are enough here
+                return op
             self.fetch(n.transfer, where)
         elif isinstance(n, Wait):
-            if self.open[n.transfer]:
-                self.open[n.transfer] -= 1
-                self.events.append(Await(where, n.transfer))
+            if self.open[self.key(n.transfer)]:
+                self.open[self.key(n.transfer)] -= 1
+                self.events.append(Await(where, self.key(n.transfer)))
         elif isinstance(n, Collective) and n.part == "start":
             self.phases.append((len(self.events), n.factor))
             factors = (n.factor,) if n.factor in dict(self.plan.mesh.factors) else ()
@@ -66,6 +72,11 @@ class Walk:
 
 
 def timeline(plan: Plan, rows: int, turns: int = 2) -> Timeline:
+    """The replay of `step`."""
+    return replay(step(plan, rows, turns), plan.target)
+
+
+def step(plan: Plan, rows: int, turns: int = 2) -> list[Event]:
     """turns: of loops whose number depends on data."""
     w = Walk(plan, rows, turns)
     first = Where(None, "begin", "dispatch")
@@ -73,5 +84,6 @@ def timeline(plan: Plan, rows: int, turns: int = 2) -> Timeline:
         w.fetch("tape_copy", first)
     w.events.append(Pause(first, plan.target.host_dispatch_s / 10, "dispatch"))
     for layer, region in plan.sequence():
+        w.run += 1
         w.node(region.body, layer, region.name, region.name)
-    return replay(w.events, plan.target)
+    return w.events

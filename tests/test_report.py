@@ -22,8 +22,9 @@ from mkgen.show.report.forecast import Change, Forecast
 from mkgen.show.report.graphs import drawings
 from mkgen.show.report.lanes import bars, layer_bands, memory_busy
 from mkgen.show.report.lives import vmem
+from mkgen.show.report.needs import NEVER, needs
 from mkgen.show.report.page import page
-from synthetic import timeline
+from synthetic import step, timeline
 
 KIMI, QWEN = (str(ROOT / "model_specs" / f"{name}.yaml") for name in ("kimi_k3", "qwen3_30b_a3b"))
 
@@ -67,7 +68,8 @@ def kimi():
     """(plan, timeline of 1 row, page)"""
     plan = plan_of("kimi_k3")
     made = timeline(plan, 1)
-    told = Forecast(made, made.seconds * 1e3, 1.25, "for a test", (Change("something else", 0.987),), ("A note.",))
+    told = Forecast(made, made.seconds * 1e3, 1.25, "for a test", (Change("something else", 0.987), Change("another", 0.0, "no room for it")), ("A note.",),
+                    needed=needs(step(plan, 1), made, plan.target))
     return plan, made, page(plan, 1, [], told)
 
 
@@ -139,7 +141,7 @@ def test_the_speed_stands_beside_the_verdict(kimi):
     text = Page(html).text()
     ms = made.seconds * 1e3
     assert f"Predicted step {ms:.3f} ms {1e3 / ms:,.0f} tokens/s (checker: pass)" in text
-    assert "Floor 1.250 ms" in text and f"something else 0.987 {1e3 * (ms - 0.987):.1f}" in text and "A note." in text
+    assert "Floor 1.250 ms" in text and f"something else 0.987 {1e3 * (ms - 0.987):.1f}" in text and "A note." in text and "another no room for it" in text
     refused = Page(page(plan, 1, [Finding("ring", "moe", "a slot is late", "it is read")], Forecast(made, ms, 1.25, "x"))).text()
     assert "tokens/s of a plan that is refused" in refused and "a slot is late" in refused and "✗ fail" in refused and "checker: pass" not in refused
 
@@ -234,7 +236,7 @@ def test_the_busiest_group_has_more_than_the_mean(kimi):
 
 def test_the_canvas_has_every_span(kimi, data):
     plan, made, _ = kimi
-    assert len({len(data[k]) for k in "bdtglworny"} | {len(data["s"]), len(data["e"])}) == 1 and len(data["b"]) == len(made.spans)
+    assert len({len(data[k]) for k in "bdtglwornysef"}) == 1 and len(data["b"]) == len(made.spans)
     assert all(b >= 0 for b in data["b"][1:]) and all(d >= 0 for d in data["d"])
     spans = sorted(made.spans, key=lambda s: (s.begin, s.end))
     for i in range(0, len(spans), 97):
@@ -254,12 +256,12 @@ def test_windows_show_a_turn_and_its_back_edge(kimi, data):
 
 
 def test_lanes_never_overlap_and_waits_know_their_end(kimi):
-    made = kimi[1]
-    last, drawn = {}, bars(made)
+    plan, made, _ = kimi
+    last, drawn = {}, bars(made, needs(step(plan, 1), made, plan.target))
     for b in drawn:
         key = (b.group, b.lane)
         assert round(last.get(key, 0) * 1e9) <= round(b.span.begin * 1e9)
-        last[key] = b.span.end
+        last[key] = b.until
     waits = [b for b in drawn if b.span.track == "wait" and b.span.what != "drain"]
     assert waits and all(b.ended >= 0 for b in waits)
     assert all(abs(drawn[b.ended].span.end - b.span.end) < 2e-9 for b in waits)
@@ -268,6 +270,22 @@ def test_lanes_never_overlap_and_waits_know_their_end(kimi):
     assert all(a[1] < b[0] for a, b in zip(stretches, stretches[1:]))
     bands = layer_bands(made)
     assert [b[2:] for b in bands if b[2] is not None] == [(n, k) for n, pair in enumerate(kimi[0].graph.layers) for k in pair if k]
+
+
+def test_a_copy_is_needed_where_its_wait_stands(kimi):
+    """Held against the replay: a wait for a stream begins when the copy is needed, and a copy in time has no wait."""
+    plan, made, _ = kimi
+    wanted = needs(step(plan, 1), made, plan.target)
+    copies = made.track("hbm")
+    assert len(wanted) == len(copies)
+    late = sorted((n, s.end) for n, s in zip(wanted, copies) if n != NEVER and s.end - n > 1e-9)
+    waits = sorted((s.begin, s.end) for s in made.track("wait") if s.what not in ("exchange", "drain"))
+    assert late and [t for pair in late for t in pair] == pytest.approx([t for pair in waits for t in pair], abs=1e-9)
+    assert all(n >= s.begin for n, s in zip(wanted, copies) if n != NEVER)
+    ring = [b for b in bars(made, wanted) if b.group == "hbm tape"]
+    assert max(b.lane for b in ring) + 1 == plan.ring_depth, "a lane a slot: all are taken at once, never more"
+    with pytest.raises(ValueError):
+        needs(step(plan, 1)[:100], made, plan.target)
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------
@@ -304,7 +322,8 @@ def check_events(made: dict) -> None:
 
 def test_the_trace_keeps_the_format_s_rules(kimi):
     plan, made, _ = kimi
-    told = events.trace(plan, 1, made, {"verdict of the checker": "pass"})
+    wanted = needs(step(plan, 1), made, plan.target)
+    told = events.trace(plan, 1, made, {"verdict of the checker": "pass"}, wanted)
     check_events(told)
     found = [e for e in told["traceEvents"] if e["ph"] == "X" and e["cat"] != "layer"]
     assert len(found) == len(made.spans)
@@ -312,7 +331,8 @@ def test_the_trace_keeps_the_format_s_rules(kimi):
     core = sum(e["dur"] for e in found if e["cat"] in ("core", "wait", "pause"))
     assert core == pytest.approx(made.seconds * 1e6, abs=1e-3 * len(found))
     flows = sum(e["ph"] == "s" for e in told["traceEvents"])
-    assert flows == sum(e["cat"] == "wait" and "drain" not in e["name"] for e in found)
+    phases = sum(e["cat"] == "wait" and "exchange" in e["name"] for e in found)
+    assert flows == phases + sum(n != NEVER for n in wanted), "an arrow for every copy that is waited for, and every phase"
     last = [e for e in told["traceEvents"] if e["ph"] == "C"][-1]
     assert set(last["args"].values()) == {0}, "at the end nothing is under way"
 

@@ -31,7 +31,7 @@ def trace(made: Plan, target: Path, as_json: bool) -> bool:
     rows, findings = made.spec.build.rows[0], list(check_plan(made))
     found = forecast(made, rows)
     told = {"verdict of the checker": show.verdict(not findings), "predicted_ms": found.predicted_ms, "floor_ms": found.floor_ms}
-    events.write(target, made, rows, found.timeline, told)
+    events.write(target, made, rows, found.timeline, told, found.needed)
     tell(made, rows, target, findings, found, "", as_json)
     return not findings
 

@@ -1,13 +1,14 @@
 """A timeline as trace events (the JSON format of Chrome's tracing, which Perfetto reads): `mkgen trace`.
 
 Core, layers, links and each stream of HBM copies are threads; copies that overlap lie on threads of their own, so that the
-slices of one thread never do. A flow arrow goes from the start of a copy, or of an exchange's phase, to the wait that it
-ended. Counters: bytes under way by stream. Times are microseconds.
+slices of one thread never do. A flow arrow goes from the start of a copy to where the core wants it, and from that of an
+exchange's phase to the wait that it ended. Counters: bytes under way by stream. Times are microseconds.
 """
 from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,25 @@ COLOURS = {"core": "thread_state_running", "wait": "thread_state_iowait", "pause
 THREADS_A_GROUP = 100                    # thread ids of a group are apart by this much
 
 
-def write(path: Path, plan: Plan, rows: int, timeline: Timeline, told: dict[str, Any]) -> int:
+def write(path: Path, plan: Plan, rows: int, timeline: Timeline, told: dict[str, Any], needed: tuple[float, ...] = ()) -> int:
     """Writes the file, compressed where its name ends in .gz; gives the number of events. told: what the head says besides."""
-    made = trace(plan, rows, timeline, told)
+    made = trace(plan, rows, timeline, told, needed)
     text = json.dumps(made, separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     return len(made["traceEvents"])
 
 
-def trace(plan: Plan, rows: int, timeline: Timeline, told: dict[str, Any]) -> dict[str, Any]:
+def trace(plan: Plan, rows: int, timeline: Timeline, told: dict[str, Any], needed: tuple[float, ...] = ()) -> dict[str, Any]:
     """The object of the format: events in order of time, behind those that name processes and threads."""
-    drawn = bars(timeline)
+    drawn = bars(timeline, needed)
     threads = thread_ids(drawn)
     events: list[dict[str, Any]] = []
     for begin, end, layer, region in layer_bands(timeline):
         events.append(slice_(name_of(layer, region), "layer", begin, end, 0, {"layer": layer, "sub-layer": region}))
-    for i, bar in enumerate(drawn):
-        events += bar_events(i, bar, drawn, threads)
-    events += counters(drawn)
+    for bar in drawn:
+        events += bar_events(bar, threads)
+    events += arrows(drawn, threads) + counters(drawn)
     events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))
     return {"traceEvents": names(plan, rows, threads) + events, "displayTimeUnit": "ns",
             "otherData": {"model": plan.spec.model.name, "chip": plan.target.name, "ranks": plan.mesh.ranks, "rows": rows,
@@ -81,22 +82,36 @@ def stamp(seconds: float) -> float:
     return tick(seconds) / 1e3
 
 
-def bar_events(i: int, bar: Bar, drawn: list[Bar], threads: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
-    """The slice of a span, and the ends of an arrow where it is a wait that something ended."""
+def bar_events(bar: Bar, threads: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
+    """The slice of a span."""
     s, tid = bar.span, threads[bar.group, bar.lane]
     args: dict[str, Any] = {"op": s.where.op, "sub-layer": s.where.region, "layer": s.where.layer}
     if s.bytes:
         args["bytes"] = s.bytes
     if s.track == "hbm":
         args["memory alone, us"] = stamp(s.served)
+        if bar.needed >= 0:
+            args["arrives before it is needed, us"] = stamp(bar.needed - s.end)
     title = {"core": s.what, "wait": f"wait for {s.what}", "pause": s.what, "hbm": f"{s.what} {s.where.op}"}.get(s.track, f"exchange {s.what} {s.where.op}")
     more = {"cname": COLOURS[s.track]} if s.track in COLOURS else {}
-    out = [slice_(title, s.track, s.begin, s.end, tid, args, **more)]
-    if bar.ended >= 0:
-        cause = drawn[bar.ended]
+    return [slice_(title, s.track, s.begin, s.end, tid, args, **more)]
+
+
+def arrows(drawn: list[Bar], threads: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
+    """From each copy to the slice in which the core comes to its wait, from each phase of an exchange to the wait that it ended."""
+    core = [b for b in drawn if b.group == "core"]
+    at = [tick(b.span.begin) for b in core]
+    ends: list[tuple[int, Bar, Bar]] = [(i, drawn[b.ended], b) for i, b in enumerate(drawn) if b.ended >= 0]
+    tied = {id(cause) for _, cause, _ in ends}
+    for i, b in enumerate(drawn):
+        if b.needed >= 0 and id(b) not in tied:
+            ends.append((i, b, core[max(0, bisect_right(at, tick(b.needed)) - 1)]))
+    out = []
+    for i, cause, effect in ends:
         shared = {"name": "arrives", "cat": "flow", "id": i, "pid": PID}
+        when = max(effect.span.begin, min(cause.needed, effect.span.end)) if cause.needed >= 0 else effect.span.begin
         out.append({"ph": "s", "ts": stamp(cause.span.begin), "tid": threads[cause.group, cause.lane], **shared})
-        out.append({"ph": "f", "bp": "e", "ts": stamp(s.begin), "tid": tid, **shared})
+        out.append({"ph": "f", "bp": "e", "ts": stamp(when), "tid": threads[effect.group, effect.lane], **shared})
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+from mkgen.show.report.needs import NEVER
 from mkgen.simulate.timeline import Span, Timeline
 
 TICK = 1e-9                              # s: two moments closer than this are one
@@ -11,19 +12,27 @@ TICK = 1e-9                              # s: two moments closer than this are o
 
 @dataclass(frozen=True)
 class Bar:
-    """A span in a lane of its track. ended: the index of the copy or phase whose arrival ended this wait, -1: none is known."""
+    """A span in a lane of its track. ended: the index of the copy or phase whose arrival ended this wait, -1: none is known.
+    needed: of a copy, when the core comes to its wait, in seconds; negative: not known."""
     span: Span
     group: str                           # core | hbm <stream> | link
     lane: int
     ended: int = -1
+    needed: float = NEVER
+
+    @property
+    def until(self) -> float:
+        """When its slot has been read for the first time."""
+        return max(self.span.end, self.needed)
 
 
 def group(span: Span) -> str:
     return {"hbm": f"hbm {span.what}", "link": "link"}.get(span.track, "core")
 
 
-def bars(timeline: Timeline) -> list[Bar]:
-    """In order of their begin; the bars of one lane never overlap."""
+def bars(timeline: Timeline, needed: tuple[float, ...] = ()) -> list[Bar]:
+    """In order of their begin; the bars of one lane never overlap. needed: of each copy, in the order of the timeline (`needs`)."""
+    known = dict(zip((id(s) for s in timeline.spans if s.track == "hbm"), needed))
     spans = sorted(timeline.spans, key=lambda s: (s.begin, s.end))
     busy: dict[str, list[tuple[int, int]]] = {}          # (end, lane) of lanes in use
     idle: dict[str, list[int]] = {}
@@ -43,8 +52,8 @@ def bars(timeline: Timeline) -> list[Bar]:
         else:
             lane = top.get(name, 0)
             top[name] = lane + 1
-        heapq.heappush(running, (tick(s.end), lane))
-        out.append(Bar(s, name, lane, ender(s, spans, arrivals) if s.track == "wait" else -1))
+        out.append(Bar(s, name, lane, ender(s, spans, arrivals) if s.track == "wait" else -1, known.get(id(s), NEVER)))
+        heapq.heappush(running, (tick(out[-1].until), lane))
     return out
 
 

@@ -40,17 +40,19 @@ def context(plan: Plan, rows: int, findings: list, forecast: Forecast | None, mi
     found, memory = exchanges(plan, rows), vmem(plan, rows)
     timed = None
     if forecast:
-        timed = {"parts": budget.whole(forecast.timeline), "regions": budget.by_region(plan, forecast.timeline), "ops": budget.by_op(forecast.timeline)}
-        timed["uses"] = [p.what for p in timed["parts"]]
+        shown = budget.whole(forecast.timeline)
+        timed = {"parts": shown, "uses": [p.what for p in shown], "regions": budget.by_region(plan, forecast.timeline),
+                 "ops": budget.by_op(forecast.timeline)}
     return {
-        "plan": plan, "spec": plan.spec, "build": build, "target": plan.target, "rows": rows, "figures": figures(plan, rows), "hash": layout_hash(plan),
+        "plan": plan, "spec": plan.spec, "build": build, "target": plan.target, "rows": rows, "figures": figures(plan, rows),
+        "hash": layout_hash(plan),
         "mesh": " × ".join(f"{name} {size}" for name, size in build.mesh.items()), "findings": findings, "verdict": "fail" if findings else "pass",
         "checks": checks(), "forecast": forecast, "missing": missing, "timed": timed, "kinds": kinds, "columns": columns(plan),
         "drawings": graphs.drawings(plan, rows, found), "exchanges": found, "box": (graphs.BOX, graphs.HIGH),
         "vmem": memory, "regions_at": region_columns(memory.places), "families": traffic.per_family(plan, rows),
         "tape": {name: traffic.tape_of(plan.regions[name]) for name in kinds}, "held": traffic.held(plan, rows),
         "imbalance": [experts.imbalance(plan, image, rows) for image in plan.experts],
-        "data": script(canvas(plan, forecast.timeline, memory)) if forecast else None,
+        "data": script(canvas(plan, forecast.timeline, memory, forecast.needed)) if forecast else None,
     }
 
 

@@ -20,9 +20,10 @@ class Names(dict):
         return self[name]
 
 
-def canvas(plan: Plan, timeline: Timeline, vmem: Vmem) -> dict[str, Any]:
-    """What the page's script draws. `b` are differences from bar to bar; `e`: the bar that ended a wait, or -1."""
-    all_bars = bars(timeline)
+def canvas(plan: Plan, timeline: Timeline, vmem: Vmem, needed: tuple[float, ...] = ()) -> dict[str, Any]:
+    """What the page's script draws. `b` are differences from bar to bar; `e`: the bar that ended a wait, or -1;
+    `f`: how long after its arrival a copy is wanted, negative where the core waits for it, null where that is not known."""
+    all_bars = bars(timeline, needed)
     ops, regions, whats, groups = Names(), Names(), Names(), group_rows(all_bars)
     index = {g["key"]: i for i, g in enumerate(groups)}
     begins = [round(b.span.begin * NS) for b in all_bars]
@@ -38,6 +39,7 @@ def canvas(plan: Plan, timeline: Timeline, vmem: Vmem) -> dict[str, Any]:
         "o": [ops[x.span.where.op] for x in all_bars], "r": [regions[x.span.where.region] for x in all_bars],
         "n": [-1 if x.span.where.layer is None else x.span.where.layer for x in all_bars],
         "y": [x.span.bytes for x in all_bars], "s": [round(x.span.served * NS) for x in all_bars], "e": [x.ended for x in all_bars],
+        "f": [round((x.needed - x.span.end) * NS) if x.needed >= 0 else None for x in all_bars],
         "ops": list(ops), "regions": list(regions), "whats": list(whats), "tracks": list(tracks), "bands": bands,
         "busy": [round(t * NS) for pair in memory_busy(timeline, plan.target.dma_latency_s) for t in pair],
         "latency": round(plan.target.dma_latency_s * NS), "windows": windows(plan, timeline), "budget": vmem.budget,
