@@ -61,8 +61,9 @@ class Walk:
                 self.open[self.key(n.transfer)] -= 1
                 self.events.append(Await(where, self.key(n.transfer)))
         elif isinstance(n, Collective) and n.part == "start":
-            self.phases.append((len(self.events), n.factor))
-            factors = (n.factor,) if n.factor in dict(self.plan.mesh.factors) else ()
+            group = getattr(n, "stage", None) or n.factor
+            self.phases.append((len(self.events), group))
+            factors = (group,) if group in dict(self.plan.mesh.factors) else ()
             self.events.append(Send(where, self.phases[-1], factors, n.peers, n.message_bytes(self.rows)))
         elif isinstance(n, Collective) and self.phases:
             self.events.append(Receive(where, self.phases.pop(0)))

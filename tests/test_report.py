@@ -14,6 +14,7 @@ from mkgen.check.findings import Finding
 from mkgen.cli import main
 from mkgen.plan.figures import figures
 from mkgen.plan.regions import Step, walk
+from mkgen.profile.compiling import NotProfiled
 from mkgen.show import look
 from mkgen.show import trace as events
 from mkgen.show.report import budget, experts, traffic
@@ -217,7 +218,7 @@ def test_exchanges_are_the_plan_s(kimi):
             counted[region, layers] = counted.get((region, layers), 0) + count
         assert phases == counted
         ops = {op.name for s in plan.graph.sublayers() for op in s.ops}
-        assert all(x.after in ops and x.seconds > 0 for x in found)
+        assert all(set(x.after) <= ops and x.after and x.seconds > 0 for x in found)
     eight, one = (sum(p.message_bytes for x in exchanges(plan, n) for p in x.phases) for n in (8, 1))
     assert eight == 8 * one
 
@@ -356,7 +357,7 @@ def test_the_rules_find_damage(kimi, damage):
 
 @pytest.fixture
 def predicted(monkeypatch):
-    def forecast(plan, rows):
+    def forecast(plan, rows, **terms):
         made = timeline(plan, rows)
         return Forecast(made, made.seconds * 1e3, 0.5, "for a test")
     monkeypatch.setattr(look, "forecast", forecast)
@@ -375,6 +376,23 @@ def test_the_commands_write_what_they_say(predicted, tmp_path):
     made = json.loads(gzip.decompress(zipped.read_bytes()))
     check_events(made)
     assert made["otherData"]["verdict of the checker"] == "pass" and made["otherData"]["rows"] == 1
+
+
+def test_without_a_profile_the_page_says_so_and_a_trace_is_refused(monkeypatch, tmp_path):
+    def forecast(plan, rows, **terms):
+        raise NotProfiled("piece 7: the compiler says no")
+    monkeypatch.setattr(look, "forecast", forecast)
+    done = CliRunner().invoke(main, ["report", QWEN, "-o", str(tmp_path / "x.html")])
+    assert done.exit_code == 0 and "no prediction: piece 7" in done.stdout
+    text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text()
+    assert "piece 7: the compiler says no" in text and "tokens/s" not in text and "ring" in text
+    done = CliRunner().invoke(main, ["trace", QWEN, "-o", str(tmp_path / "x.json")])
+    assert done.exit_code == 2 and "piece 7" in done.stderr and not (tmp_path / "x.json").exists()
+
+
+def test_a_context_that_the_plan_does_not_have_is_wrong_input(tmp_path):
+    done = CliRunner().invoke(main, ["report", QWEN, "--at", "99999", "-o", str(tmp_path / "x.html")])
+    assert done.exit_code == 2 and "99999" in done.stderr and not (tmp_path / "x.html").exists()
 
 
 def test_a_refused_plan_is_shown_and_is_no_success(predicted, monkeypatch, tmp_path):

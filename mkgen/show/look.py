@@ -3,22 +3,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.console import Console
+
 from mkgen import show
 from mkgen.check import check_plan
-from mkgen.errors import MkgenError
 from mkgen.plan.plan import Plan
+from mkgen.profile.compiling import NotProfiled
 from mkgen.show import trace as events
 from mkgen.show.report.forecast import Forecast, forecast
 from mkgen.show.report.page import page
 
 
-def report(made: Plan, target: Path, as_json: bool) -> bool:
-    """Writes the page of the first row variant; True if the checker finds nothing. Without a forecast it says why there is none."""
+def report(made: Plan, target: Path, as_json: bool, **terms) -> bool:
+    """Writes the page of the first row variant; True if the checker finds nothing. Without a forecast it says why there is none.
+    terms: of the forecast."""
     rows, findings = made.spec.build.rows[0], list(check_plan(made))
     found, missing = None, ""
     try:
-        found = forecast(made, rows)
-    except MkgenError as error:
+        with waiting(made):
+            found = forecast(made, rows, **terms)
+    except NotProfiled as error:
         missing = str(error)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(made, rows, findings, found, missing), encoding="utf-8")
@@ -26,14 +30,20 @@ def report(made: Plan, target: Path, as_json: bool) -> bool:
     return not findings
 
 
-def trace(made: Plan, target: Path, as_json: bool) -> bool:
-    """Writes the trace of the first row variant. Raises `MkgenError` if no step can be predicted."""
+def trace(made: Plan, target: Path, as_json: bool, **terms) -> bool:
+    """Writes the trace of the first row variant. Raises `NotProfiled` if no step can be predicted."""
     rows, findings = made.spec.build.rows[0], list(check_plan(made))
-    found = forecast(made, rows)
+    with waiting(made):
+        found = forecast(made, rows, changes=False, **terms)
     told = {"verdict of the checker": show.verdict(not findings), "predicted_ms": found.predicted_ms, "floor_ms": found.floor_ms}
     events.write(target, made, rows, found.timeline, told, found.needed)
     tell(made, rows, target, findings, found, "", as_json)
     return not findings
+
+
+def waiting(made: Plan):
+    """Says on a terminal's stderr what takes its time: code that was never compiled before takes minutes."""
+    return Console(stderr=True).status(f"{made.spec.model.name}: cycles of the kernel from the TPU compiler, then the step")
 
 
 def tell(made: Plan, rows: int, target: Path, findings: list, found: Forecast | None, missing: str, as_json: bool) -> None:

@@ -1,18 +1,18 @@
 """The exchanges of a plan: where each stands, who takes part, what it sends and what its phases take on the chip."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Collective, Step, walk
-from mkgen.show.report.places import NAMED
+from mkgen.show.report.places import named
 from mkgen.targets.exchange import phase_seconds
 
 
 @dataclass(frozen=True)
 class Phase:
     """Messages of one phase: to how many peers, of how many bytes, and its time if nothing else delays it."""
-    factor: str
+    group: str
     peers: int
     message_bytes: int
     seconds: float
@@ -20,9 +20,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Neighbouring phases that bring one value together. `after`: the op whose output travels."""
+    """Neighbouring phases that bring one value together. `after`: the ops whose outputs travel; `group` of a
+    phase names the ranks that take part."""
     region: str
-    after: str
+    after: tuple[str, ...]
     kind: str
     phases: tuple[Phase, ...]
     runs: int                            # a step
@@ -48,32 +49,31 @@ def exchanges(plan: Plan, rows: int) -> list[Exchange]:
 def of_region(plan: Plan, region: Region, rows: int, runs: int) -> list[Exchange]:
     out: list[Exchange] = []
     writer: dict[str, str] = {}          # buffer -> the op that wrote it last
-    after, open_ = "", None              # the op whose value travels; (kind, args) of the exchange that goes on
+    after, going = "", False             # the last op; does an exchange go on?
     ops = {op.name for sub in plan.graph.sublayers() if sub.name == region.name for op in sub.ops}
+    last: tuple = ()
     for node in walk(region.body):
         if isinstance(node, Step):
-            after = next((writer[b] for b in node.reads if b in writer), after) if node.op not in ops else node.op
-            open_ = None
+            after = node.op if node.op in ops else next((writer[b] for b in node.reads if b in writer), after)
+            going = False
             writer.update((b, node.op) for b in node.writes if node.op in ops)
         elif isinstance(node, Collective) and node.part == "start":
-            phase = one_phase(plan, node, rows)
-            named = [writer[b] for arg in node.args for b in NAMED.findall(arg) if b in writer]
-            key = (node.kind, node.args)
-            if open_ == key:
-                out[-1] = Exchange(*(getattr(out[-1], f) for f in ("region", "after", "kind")), (*out[-1].phases, phase), runs)
+            phase, key = one_phase(plan, node, rows), (node.kind, *named(node))
+            if key == last and (going or getattr(node, "round", 0)):
+                out[-1] = replace(out[-1], phases=(*out[-1].phases, phase))
             else:
-                out.append(Exchange(region.name, named[0] if named else after, node.kind, (phase,), runs))
-            open_ = key
+                sources = dict.fromkeys(writer[b] for b in named(getattr(node, "sources", node)) if b in writer)
+                out.append(Exchange(region.name, tuple(sources) or (after,), node.kind, (phase,), runs))
+            last, going = key, True
     return out
 
 
 def one_phase(plan: Plan, node: Collective, rows: int) -> Phase:
-    size = node.message_bytes(rows)
-    return Phase(str(node.factor), node.peers, size, phase_seconds(plan.target, node.peers, size, factors=spanned(plan, node)))
+    group, size = str(getattr(node, "stage", None) or node.factor), node.message_bytes(rows)
+    return Phase(group, node.peers, size, phase_seconds(plan.target, node.peers, size, factors=spanned(plan, group)))
 
 
-def spanned(plan: Plan, node: Collective) -> tuple[str, ...]:
-    """The mesh factors in which the ranks of a phase differ: the one it is named for, or all of them."""
+def spanned(plan: Plan, group: str) -> tuple[str, ...]:
+    """The mesh factors in which the ranks of a group differ: the one that it is named for, or all of them."""
     sizes = dict(plan.mesh.factors)
-    return (node.factor,) if node.factor in sizes else tuple(n for n, size in sizes.items() if size > 1)
-
+    return (group,) if group in sizes else tuple(n for n, size in sizes.items() if size > 1)

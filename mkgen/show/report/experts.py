@@ -12,8 +12,7 @@ import numpy as np
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.figures import distinct_experts
 from mkgen.plan.plan import Plan
-
-DRAWS, SEED = 1000, 0
+from mkgen.simulate.draws import DRAWS, busiest
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,10 @@ class Imbalance:
         return self.busiest / self.mean if self.mean else 1.0
 
 
-def imbalance(plan: Plan, image: ExpertImage, rows: int, draws: int = DRAWS, seed: int = SEED) -> Imbalance:
-    """`draws` layers with `rows` rows each."""
+def imbalance(plan: Plan, image: ExpertImage, rows: int, draws: int = DRAWS, seed: int = 0) -> Imbalance:
+    """`draws` layers with `rows` rows each, drawn as the simulator draws them."""
     top_k = plan.spec.model.ffns[image.kind].top_k
-    groups = plan.mesh.ranks // image.tensor_parallel
-    rng = np.random.default_rng(seed)
-    chosen = np.argpartition(rng.random((draws, rows, image.experts)), top_k - 1, axis=-1)[..., :top_k].reshape(draws, -1)
-    hit = np.zeros((draws, image.experts), bool)
-    hit[np.arange(draws)[:, None], chosen] = True
-    group = np.arange(image.experts) // image.local_experts
-    fetched = np.stack([hit[:, group == g].sum(axis=1) for g in range(groups)], axis=1)
-    busiest = fetched.max(axis=1)
-    counts = np.bincount(busiest)
-    return Imbalance(image.kind, groups, image.local_experts, image.expert_bytes, distinct_experts(plan, image, rows),
-                     float(busiest.mean()), tuple((n, float(c) / draws) for n, c in enumerate(counts) if c), image.layers)
+    found = busiest(np.random.default_rng(seed), draws, rows, image.experts, top_k, image.local_experts)
+    share = tuple((n, float(c) / draws) for n, c in enumerate(np.bincount(found)) if c)
+    return Imbalance(image.kind, plan.mesh.ranks // image.tensor_parallel, image.local_experts, image.expert_bytes,
+                     distinct_experts(plan, image, rows), float(found.mean()), share, image.layers)

@@ -48,20 +48,23 @@ class Forecast:
         return self.means or tuple(whole(self.timeline))
 
 
-def forecast(plan: Plan, rows: int) -> Forecast:
-    """What the simulator says. Raises `MkgenError` where no step can be predicted."""
+def forecast(plan: Plan, rows: int, at: int | None = None, host_latency: float = 1.0, changes: bool = True) -> Forecast:
+    """What the simulator says of a step at `at` tokens a row (None: the whole context). changes: whether to ask what would be if.
+
+    Raises `MkgenError` where no step can be predicted."""
     from mkgen.simulate.predict import predict, sensitivity
-    p = predict(plan, rows)
-    changes = tuple(Change(what, p.predicted_ms, by) if isinstance(by, str) else Change(what, p.predicted_ms + by / 1e3)
-                    for what, by in sensitivity(plan, rows).items())
+    p = predict(plan, rows, context=at, host_latency=host_latency)
+    probed = sensitivity(plan, rows, context=at, host_latency=host_latency) if changes else {}
+    asked = tuple(Change(what, p.predicted_ms, by) if isinstance(by, str) else Change(what, p.predicted_ms + by / 1e3) for what, by in probed.items())
     means: dict[str, float] = {}
     for what, us in p.budget.items():
         name = what.removeprefix(WAIT) if what.startswith(WAIT) or what == "compute" else "pause"
         means[name] = means.get(name, 0.0) + us / 1e6
     waits = [Waits(*key, us / 1e6) for key, us in p.waits.items()]
-    notes = [f"Mean of {p.steps} simulated steps, ± {p.spread_ms:.3f} ms; the step shown below is the first of them, {p.timeline.seconds * 1e3:.3f} ms."]
+    hosts = f" Exchanges between hosts take {host_latency:g} times the latency within one." if host_latency != 1.0 else ""
+    notes = [f"{p.context:,} tokens a row.{hosts} Mean of {p.steps} simulated steps, ± {p.spread_ms:.3f} ms; the step shown below is the first of them, {p.timeline.seconds * 1e3:.3f} ms."]
     if p.draws:
         notes.append(f"Routing: {p.tokens} rows, uniform, {p.draws:,} layers drawn with a fixed seed; the busiest rank of a layer runs {p.experts:.2f} experts.")
-    return Forecast(p.timeline, p.predicted_ms, p.floor_ms, "true bytes at HBM rate", changes, tuple(notes),
+    return Forecast(p.timeline, p.predicted_ms, p.floor_ms, "true bytes at HBM rate", asked, tuple(notes),
                     tuple(Part(n, means[n]) for n in sorted(means, key=place)), tuple(sorted(waits, key=lambda w: -w.seconds)[:MOST_WAITS]),
                     needs(p.events, p.timeline, plan.target))

@@ -70,7 +70,7 @@ def drawings(plan: Plan, rows: int, exchanges: list[Exchange]) -> list[Drawing]:
         times[region.name] = times.get(region.name, 0) + 1
     subs = {s.name: s for s in plan.graph.sublayers()}
     held = family_bytes(plan, rows)
-    return [drawing(subs[name], n, held, {x.after: x for x in exchanges if x.region == name}) for name, n in times.items()]
+    return [drawing(subs[name], n, held, {op: x for x in exchanges if x.region == name for op in x.after}) for name, n in times.items()]
 
 
 def family_bytes(plan: Plan, rows: int) -> dict[str, int]:

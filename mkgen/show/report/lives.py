@@ -1,8 +1,8 @@
 """Who lives in VMEM when: from the first write of a value to its last read, along the whole schedule.
 
 A buffer that is first read in some sub-layer is carried (the residual stream, tables): only a pure write begins a new
-value of it. Any other begins one with its first write of a sub-layer. Slots that copies fill ahead of their use (the
-ring) are held throughout. The planner gives each buffer bytes of its own, so what is not live is room that it does not use.
+value of it. Any other begins one with its first write of a sub-layer. The ring's slots, which are filled ahead of their use, and
+what peers may write at any time are held throughout. The planner gives each buffer bytes of its own, so what is not live is room that it does not use.
 """
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def vmem(plan: Plan, rows: int) -> Vmem:
         dense = item_bytes(b.dtype)
         for d in dims:
             dense *= d
-        live = [True] * at if name == RING else alive.get(name, [True] * at)    # never named in a region: the frame's
+        live = [True] * at if name == RING or b.remote else alive.get(name, [True] * at)    # never named in a region: the frame's
         lives.append(Life(name, f"{b.dtype} [{', '.join(map(str, dims))}]", b.purpose, size, dense, tuple(live), b.remote))
     lives.sort(key=lambda x: (-x.bytes, x.name))
     totals = tuple(sum(x.bytes for x in lives if x.live[i]) for i in range(at))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Collective, Node, Start, Step, Wait, walk
@@ -42,10 +42,17 @@ def touched(plan: Plan, node: Node) -> list[Touch]:
         t, waits = plan.transfers[node.transfer], isinstance(node, Wait)
         return [Touch(n, n in t.reads, n in t.writes, waits) for n in dict.fromkeys((*t.reads, *t.writes))]
     if isinstance(node, Collective):
-        named = [n for arg in node.args for n in NAMED.findall(arg)]
-        inboxes = [b.name for b in plan.buffers.values() if b.remote]
-        return [Touch(n, True, True, True) for n in dict.fromkeys((*named, *inboxes)) if n in plan.buffers]
+        made = named(getattr(node, "targets", ())) if node.part == "finish" else []
+        read = [] if made else named(getattr(node, "sources", node))
+        return [Touch(n, n in read, n in made) for n in (*read, *made) if n in plan.buffers]
     return []
+
+
+def named(node: Collective | tuple[str, ...]) -> list[str]:
+    """The buffers that an exchange's texts name, each once."""
+    values = [getattr(node, f.name) for f in fields(node)] if isinstance(node, Collective) else [node]
+    texts = [t for v in values for t in (v if isinstance(v, tuple) else (v,)) if isinstance(t, str)]
+    return list(dict.fromkeys(n for t in texts for n in NAMED.findall(t)))
 
 
 def places(plan: Plan, region: Region) -> list[Place]:
