@@ -1,0 +1,199 @@
+"""From a plan to events, from events to a prediction: what must hold for any cycles, on made-up ones that need no compiler."""
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import mkgen.profile as profile
+from conftest import ROOT
+from mkgen.cli import main
+from mkgen.errors import MkgenError
+from mkgen.plan.figures import figures
+from mkgen.profile.scoreboard import Cycles
+from mkgen.simulate import predict as predicting
+from mkgen.simulate.draws import IDENTICAL, busiest, draw_experts, steps_for
+from mkgen.simulate.engine import replay
+from mkgen.simulate.events import Await, Fetch, Receive, Send, Work
+from mkgen.simulate.expand import Expansion, expand
+from mkgen.simulate.predict import predict, sensitivity
+
+KIMI, QWEN = (str(ROOT / "model_specs" / f"{name}.yaml") for name in ("kimi_k3", "qwen3_30b_a3b"))
+
+
+def made_up(job, asked) -> dict[str, Cycles]:
+    """Cycles that depend on the piece alone; the loops that the compiler would find."""
+    def loops(a) -> tuple[float, ...]:
+        lists = a.function.count("list_kv_items(") * job.rows
+        return (10.0,) * lists or (200.0,) * ("lambda i, _: take_expert" in a.function)
+
+    return {a.key: Cycles(100.0 + len(a.function), 50.0, loops(a)) for a in asked}
+
+
+@pytest.fixture(autouse=True)
+def cycles(monkeypatch):
+    monkeypatch.setattr(profile, "measure", made_up)
+
+
+@pytest.fixture(scope="module", params=["qwen", "kimi"])
+def plan(request):
+    return request.getfixturevalue(f"{request.param}_plan")
+
+
+def events_of(plan, rows: int, position: int | None = None, steps: int = 1, seed: int = 0):
+    drawn = draw_experts(plan, rows, steps, seed)
+    expansion = Expansion(plan, rows, profile.profile_plan(plan, rows), position)
+    return drawn, [expansion.step(d.tolist()) for d in drawn]
+
+
+# -- draws --------------------------------------------------------------------------------------------------------------
+
+def test_busiest_is_the_largest_of_the_groups():
+    rng = np.random.default_rng(1)
+    assert (busiest(rng, 50, 3, 8, 8, 8) == 8).all()                                # all experts, one group
+    assert (busiest(rng, 50, 1, 8, 8, 2) == 2).all()
+    assert (busiest(rng, 200, 1, 64, 1, 8) == 1).all()
+
+
+def test_one_group_is_what_chance_says():
+    """Of 16 experts 4 a row, 3 rows: 16 (1 - (3/4)^3) distinct ones in the mean."""
+    found = busiest(np.random.default_rng(0), 4000, 3, 16, 4, 16)
+    assert found.mean() == pytest.approx(16 * (1 - 0.75 ** 3), abs=0.1)
+
+
+def test_groups_against_a_slow_count():
+    """Every set of 2 of 4 experts in 2 groups of 2: the busiest has 2 in 2 of 6 cases."""
+    assert busiest(np.random.default_rng(0), 6000, 1, 4, 2, 2).mean() == pytest.approx(1 + 2 / 6, abs=0.03)
+
+
+def test_draws(kimi_plan):
+    one, many = draw_experts(kimi_plan, 1, 11), draw_experts(kimi_plan, 8, 11)
+    assert one.shape == (11, 92) and one.size >= 1000 and steps_for(kimi_plan) == 11
+    assert 4.0 < one.mean() < 4.4                        # 16 of 896 in 8 groups: 2 in the mean, the busiest has about 4.2
+    assert many.mean() > one.mean()
+    assert (draw_experts(kimi_plan, 8, 11, tokens=IDENTICAL) == one).all()
+    assert (draw_experts(kimi_plan, 8, 2, seed=3) != draw_experts(kimi_plan, 8, 2, seed=4)).any()
+
+
+# -- events -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_bytes_are_those_of_the_plan(plan, rows):
+    (drawn,), (events,) = events_of(plan, rows)
+    copied = Counter()
+    for e in events:
+        if isinstance(e, Fetch):
+            copied[e.stream] += e.bytes
+    assert copied["tape"] == plan.tape_rows * 512
+    assert copied["experts"] == sum(int(n) for n in drawn) * plan.experts[0].expert_bytes
+    written = sum(e.bytes for e in events if isinstance(e, Fetch) and e.writes)
+    whole = sum(e.bytes for e in events if isinstance(e, Fetch) and e.stream == "states")
+    assert 0 <= written and whole == 2 * sum(e.bytes for e in events if isinstance(e, Fetch) and e.stream == "states" and e.writes)
+
+
+def test_every_copy_is_waited_for_and_every_message(plan):
+    _, (events,) = events_of(plan, 8)
+    started = Counter(e.key for e in events if isinstance(e, (Fetch, Send)))
+    waited = Counter(e.key for e in events if isinstance(e, (Await, Receive)))
+    assert started == waited
+    tape = [e.key[1] for e in events if isinstance(e, Await) and e.key[0] == "tape"]
+    assert tape == list(range(plan.chunks))
+
+
+def test_regions_are_the_same_when_they_are_not_repeated(plan):
+    """A layer that is replayed has the events of one that is walked."""
+    drawn, _ = events_of(plan, 1)
+    cost = profile.profile_plan(plan, 1)
+    repeated, walked = Expansion(plan, 1, cost), Expansion(plan, 1, cost)
+
+    class Forgets(dict):
+        def __contains__(self, key):
+            return False
+
+    walked.recorded = Forgets()
+    assert repeated.step(drawn[0].tolist()) == walked.step(drawn[0].tolist())
+
+
+def test_a_longer_context_reads_more_tiles(kimi_plan):
+    sizes = []
+    for position in (0, 255, 256, 4095):
+        _, (events,) = events_of(kimi_plan, 1, position)
+        sizes.append(sum(isinstance(e, Fetch) and e.stream == "cache" and not e.writes for e in events))
+    mla = sum(mixer == "mla" for mixer, _ in kimi_plan.graph.layers)
+    assert sizes == [mla, mla, 2 * mla, 16 * mla]
+
+
+def test_too_few_experts_are_refused(qwen_plan):
+    with pytest.raises(MkgenError, match="more layers route"):
+        expand(qwen_plan, 1, cycles=profile.profile_plan(qwen_plan, 1), experts=[3] * 7)
+
+
+# -- predictions --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_prediction_adds_up(plan, rows):
+    found = predict(plan, rows, draws=100)
+    step = found.predicted_ms * 1e3
+    assert sum(found.budget.values()) == pytest.approx(step)
+    assert sum(k.us for k in found.kinds) == pytest.approx(step)
+    assert sum(k.work_us for k in found.kinds) == pytest.approx(found.budget["compute"])
+    assert sum(found.waits.values()) == pytest.approx(sum(us for what, us in found.budget.items() if what.startswith("wait: ")))
+    assert found.floor_ms * 1e-3 * plan.target.hbm_bytes_per_s >= figures(plan, rows)["true_bytes_per_step"]
+    assert 0 < found.floor_ms <= found.predicted_ms and 0 < found.hbm_busy <= 1
+    assert found.tokens_per_s == pytest.approx(rows / found.predicted_ms * 1e3)
+    assert found.budget["dispatch"] == pytest.approx(plan.target.host_dispatch_s * 1e6)
+
+
+def test_faster_parts_make_no_slower_step(plan):
+    _, (events,) = events_of(plan, 8)
+    base = replay(events, plan.target).seconds
+    assert replay(events, plan.target, hbm=1.3).seconds < base
+    assert replay(events, plan.target, latency=0.5).seconds < base
+    assert replay(events, plan.target, host_latency=2.0).seconds >= base
+    quick = [Work(e.where, e.cycles / 2) if isinstance(e, Work) else e for e in events]
+    assert replay(quick, plan.target).seconds < base
+
+
+def test_sensitivity_has_signs(qwen_plan, monkeypatch):
+    monkeypatch.setattr(predicting, "PROBES", 1)
+    found = sensitivity(qwen_plan, 1)
+    assert all(us < 0 for what, us in found.items() if "slot" not in what)
+    assert isinstance(found["one more expert slot"], (float, str))
+
+
+def test_more_slots_that_do_not_fit_say_so(qwen_plan, monkeypatch):
+    def refuses(spec, graph, target):
+        raise MkgenError(f"{spec.path}: needs more VMEM than there is\n  fix: less")
+
+    monkeypatch.setattr(predicting, "make_plan", refuses)
+    monkeypatch.setattr(predicting, "PROBES", 1)
+    found = sensitivity(qwen_plan, 1)
+    assert found["one more expert slot"] == found["one more ring slot"] == "needs more VMEM than there is"
+
+
+def test_a_context_that_the_plan_has_not(qwen_plan):
+    with pytest.raises(MkgenError, match="--set build.context=9999"):
+        predict(qwen_plan, 1, context=9999)
+
+
+def test_the_command():
+    said = CliRunner().invoke(main, ["simulate", KIMI, "--rows", "1", "--at", "1152", "--host-latency", "1,2", "--draws", "90", "--no-sensitivity", "--json"])
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.output)
+    assert found["verdict"] == "pass" and found["predicted_ms"] > found["floor_ms"] > 0
+    assert [p["host_latency"] for p in found["predictions"]] == [1, 2]
+    assert found["predictions"][1]["predicted_ms"] > found["predicted_ms"]
+    assert sum(found["budget"].values()) == pytest.approx(found["predicted_ms"] * 1e3)
+    text = CliRunner().invoke(main, ["simulate", QWEN, "--rows", "1", "--draws", "40"]).output
+    assert "what would change it" in text and "where the step goes" in text and "verdict of the checker: pass" in text
+
+
+def test_the_profile_command():
+    found = json.loads(CliRunner().invoke(main, ["profile", QWEN, "--json"]).output)
+    assert set(found["variants"]) == {"1", "8"}
+    one = found["variants"]["1"]
+    assert one["cycles"] == pytest.approx(sum(o["cycles"] * o["times"] for o in one["ops"]))
+    assert {"attention", "moe", "begin", "end", "prologue"} == {o["region"] for o in one["ops"]}
