@@ -48,7 +48,7 @@ def estimate(job: Job, asked, trips: int, folder: Path) -> tuple[int, Path] | No
     """(libtpu's cycles, listing) of one piece that turns `trips` times; None if its profiler ends the process."""
     function = asked.function.replace("fori_loop(0, at[0], turn", f"fori_loop(0, {trips}, turn")
     told = {"source": job.source, "rows": job.rows, "ranks": job.ranks, "topology": job.topology, "vmem": job.vmem, "places": job.places,
-            "pieces": [{"name": "piece", "function": function, "uses": asked.uses, "barrier": False}]}
+            "pieces": [{"name": "piece", "function": function, "uses": asked.uses, "barrier": False, "alone": asked.alone}]}
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(told))
     subprocess.run([sys.executable, "-m", "mkgen.profile.worker", str(folder / "job.json")], stdout=subprocess.DEVNULL,

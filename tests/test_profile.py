@@ -199,4 +199,4 @@ def test_a_piece_that_does_not_compile_is_named(profiled):
     broken = replace(profiled.pieces[0], function="def piece(m, at):\n    lax.fori_loop(0, at[0], 3)")
     job = compiling.Job("from jax import lax", 1, 1, "tpu7x:1x1x1", 2**26, {})
     with pytest.raises(compiling.NotProfiled, match="begin/broken"):
-        compiling.measure(job, [compiling.Asked("no such key", broken.function, (), False, "begin/broken")])
+        compiling.measure(job, [compiling.Asked("no such key", broken.function, (), False, True, "begin/broken")])

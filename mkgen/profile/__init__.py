@@ -94,7 +94,7 @@ def ask(piece: Piece, kernel: Definitions, job: Job, chip: str) -> Asked:
     size = [number for word, number in (("m.rows", job.rows), ("axis_index", job.ranks)) if word in text]
     facts = [piece.function, behind, [[n, *job.places[n]] for n in used], size, chip, versions()]
     barrier = any("get_barrier_semaphore" in text for text in behind) and "open_exchanges" in piece.function
-    return Asked(cache.key(facts), piece.function, tuple(used), barrier, f"{piece.region}/{piece.op}")
+    return Asked(cache.key(facts), piece.function, tuple(used), barrier, "axis_index" not in text, f"{piece.region}/{piece.op}")
 
 
 def places_in(texts: list[str], places: dict) -> list[str]:

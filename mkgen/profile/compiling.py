@@ -35,11 +35,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Asked:
-    """A piece by its cache key; about: what a reader of the cache file would like to know."""
+    """A piece by its cache key. alone: it does not ask which rank it is; about: what a reader of the cache file would like to know."""
     key: str
     function: str
     uses: tuple[str, ...]
     barrier: bool
+    alone: bool
     about: str
 
 
@@ -57,7 +58,7 @@ def compiled(job: Job, missing: list[Asked]) -> tuple[list[Asked], dict[str, Cyc
     """(what a compiler that died has left over, key -> cycles of the rest)."""
     with tempfile.TemporaryDirectory(prefix="mkgen-profile-") as folder:
         scratch = Path(folder)
-        pieces = [{"name": f"piece_{n}", "function": a.function, "uses": a.uses, "barrier": a.barrier} for n, a in enumerate(missing)]
+        pieces = [{"name": f"piece_{n}", "function": a.function, "uses": a.uses, "barrier": a.barrier, "alone": a.alone} for n, a in enumerate(missing)]
         told = {"source": job.source, "rows": job.rows, "ranks": job.ranks, "topology": job.topology, "vmem": job.vmem,
                 "places": job.places, "pieces": pieces}
         (scratch / "job.json").write_text(json.dumps(told), encoding="utf-8")

@@ -6,6 +6,7 @@ Copies cost their issue here and nothing else: waiting for memory is the simulat
 """
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
 from dataclasses import dataclass
@@ -69,6 +70,13 @@ class Board:
             marks.append(self.now)
         return (marks[-1] - marks[-3]) / 2
 
+    def __deepcopy__(self, memo) -> "Board":
+        made = copy.copy(self)
+        made.free, made.ready, made.queues = dict(self.free), dict(self.ready), dict(self.queues)
+        made.transposed = {unit: waiting.copy() for unit, waiting in self.transposed.items()}
+        made.dynamic = []
+        return made
+
     def run(self, first: int, last: int, loops: list[Loop]) -> None:
         """Issues bundles first..last, following branches forward, and the loops among them as often as they turn."""
         at = first
@@ -90,11 +98,8 @@ class Board:
 
     def loop(self, loop: Loop) -> None:
         if loop.trips is None:
-            began, inner = self.now, len(self.dynamic)
-            each = self.trips(loop)
-            del self.dynamic[inner:]
-            self.dynamic.append(each)
-            self.now = began
+            apart = copy.deepcopy(self)
+            self.dynamic.append(apart.trips(loop))
         else:
             turns = min(loop.trips, TRIPS)
             began = before = self.now

@@ -135,7 +135,7 @@ def floor_seconds(plan: Plan, rows: int, events: tuple[Event, ...]) -> float:
 
 def sensitivity(plan: Plan, rows: int, *, context: int | None = None, seed: int = 0, tokens: str = ROWS,
                 host_latency: float = 1.0) -> dict[str, float | str]:
-    """What -> change of the step in microseconds, on the same draws; or why it cannot be had."""
+    """What -> change of the step in microseconds, on the same draws; or why it cannot be had. Slots: beside this variant alone."""
     context = plan.spec.build.context if context is None else context
     counts = draw_experts(plan, rows, PROBES, seed, tokens)
 
@@ -146,7 +146,7 @@ def sensitivity(plan: Plan, rows: int, *, context: int | None = None, seed: int 
 
     def deeper(**more: int) -> float | str:
         build = plan.spec.build
-        spec = replace(plan.spec, build=replace(build, **{name: getattr(build, name) + n for name, n in more.items()}))
+        spec = replace(plan.spec, build=replace(build, rows=(rows,), **{name: getattr(build, name) + n for name, n in more.items()}))
         try:
             made = make_plan(spec, plan.graph, plan.target)
         except MkgenError as error:
