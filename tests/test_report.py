@@ -33,7 +33,7 @@ KIMI, QWEN = (str(ROOT / "model_specs" / f"{name}.yaml") for name in ("kimi_k3",
 class Page(HTMLParser):
     """Elements with their attributes, text by element, and whether every element is closed."""
 
-    VOID = {"meta", "br", "input", "link", "img"}
+    VOID = {"meta", "col", "br", "input", "link", "img"}
 
     def __init__(self, text: str):
         super().__init__()
