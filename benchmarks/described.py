@@ -76,6 +76,8 @@ def evaluate(text: Any, names: dict[str, Any]) -> Any:
 
 def filled(text: str, names: dict[str, Any]) -> str:
     """The text with each {expression} in it replaced by its value."""
+    if "{" not in text:
+        return text
     return re.sub(r"\{([^}]*)\}", lambda found: str(evaluate(found.group(1), names)), text)
 
 
@@ -149,6 +151,9 @@ class Reader:
     schedule: Schedule
     names: dict[str, Any]
     seed: int = SEED
+    layer: int | None = None
+    phase: str = "ends"
+    started: int = 0                     # experts of this layer whose copies are under way
     out: list[Event | _Load | _Mark] = field(default_factory=list)
 
     def __post_init__(self):
@@ -157,17 +162,17 @@ class Reader:
         self.kinds = list(zip(*columns))
         known = {k: v["value"] if isinstance(v, dict) else v for k, v in text["values"].items()}
         known = {k: Expression(v) if isinstance(v, str) else v for k, v in known.items()}
+        self.names = {k: Expression(v) if isinstance(v, str) and k in known else v for k, v in self.names.items()}
         self.names = {**known, **text["options"], "layer": None, "experts": 0, **self.names}
-        self.layer: int | None = None
-        self.phase = "ends"
         routed = text.get("experts")
         self.counts = None
         if routed:
             spread = 1 if self.names.get("identical") else self.names["rows"]
             self.counts = draw(routed["total"], routed["top_k"], spread, routed.get("groups", 1), len(self.kinds), self.seed)
 
-    def events(self) -> list[Event]:
-        self.run(self.schedule.text["step"])
+    def events(self, actions: list[dict] | None = None) -> list[Event]:
+        """Of the step, or of other actions outside any layer."""
+        self.run(self.schedule.text["step"] if actions is None else actions)
         return refilled(self.out, self.schedule.text.get("ring", {}).get("banks", 0))
 
     # -- helpers --------------------------------------------------------------------------------------------------------
@@ -263,6 +268,7 @@ class Reader:
                 if e + slots < count:
                     self.fetch_expert(routed, e + slots)
                     self.started = e + slots + 1
+        self.started = 0
 
     def fetch_expert(self, routed: dict, e: int) -> None:
         for part in routed["parts"]:

@@ -92,7 +92,7 @@ def test_a_wait_without_a_start():
 
 
 LINKS = replace(PLAIN, cores_per_chip=2, sibling_latency_s=7.0, sibling_bytes_per_s=2.0, exchange_latency_s=10.0,
-                exchange_message_s=1.0, exchange_bytes_per_s=1.0)
+                exchange_message_s=1.0, exchange_bytes_per_s=1.0, link_latency_s=12.0, link_bytes_per_s=1.0)
 
 
 def test_an_exchange_by_hand():
@@ -100,9 +100,10 @@ def test_an_exchange_by_hand():
     assert phase_seconds(LINKS, 4, 0, factors=("chip",)) == 14.0
     assert phase_seconds(LINKS, 1, 8, factors=("core",)) == 7 + 4
     assert phase_seconds(LINKS, 4, 1, factors=("chip", "core")) == 10 + 5        # hypot(4 messages, 3 of their bytes)
-    assert phase_seconds(LINKS, 3, 0, latency=2.0) == 26.0
-    assert phase_seconds(LINKS, 3, 0, factors=("host",), host_latency=2.0) == 26.0
+    assert phase_seconds(LINKS, 3, 0, latency=2.0) == 24.0           # of the message alone; 20 + 3 otherwise
+    assert phase_seconds(LINKS, 3, 0, factors=("host",), host_latency=2.0) == 24.0
     assert phase_seconds(LINKS, 3, 0, factors=("chip",), host_latency=2.0) == 13.0
+    assert phase_seconds(LINKS, 1, 0, factors=("chip",)) == 12.0     # a message alone
     assert phase_seconds(LINKS, 0, 99) == 0.0
     with pytest.raises(MkgenError, match="'lane'"):
         phase_seconds(LINKS, 3, 0, factors=("lane",))

@@ -23,8 +23,8 @@ DRAIN = "drain"                          # ... at the end of the step: copies th
 def replay(events: Iterable[Event], target: Target, *, hbm: float = 1.0, latency: float = 1.0, host_latency: float = 1.0) -> Timeline:
     """The step's timeline.
 
-    hbm scales the memory's rate; latency what a phase of an exchange takes however small it is; host_latency the same for
-    exchanges between hosts, where nothing has been published. A key that is started again before its wait is waited for in order.
+    hbm scales the memory's rate; latency that of the links; host_latency that of exchanges between hosts, where nothing has been
+    published. A key that is started again before its wait is waited for in order.
     Raises `MkgenError` for a wait without a start."""
     return _Replay(target, hbm, latency, host_latency).run(events)
 

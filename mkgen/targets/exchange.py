@@ -4,10 +4,11 @@ To the sibling core: sibling_latency_s + bytes / sibling_bytes_per_s, as publish
 
     exchange_latency_s + hypot(peers * exchange_message_s, bytes to other chips / exchange_bytes_per_s)
 
-Each message costs something, each byte too, and the two overlap in part: small exchanges go by the number of their messages,
-large ones by their bytes. Three constants, fitted on the seven published exchanges with 7 peers; the seven published ones in
-stages of 1 and 3 peers were not used, and are met within 7 % (docs/validation.md). Nothing is published beyond 7 peers or
-beyond a host: there the cost of a message is assumed to go on, which favours exchanges in stages.
+but not less than one message alone: link_latency_s + bytes / link_bytes_per_s, as published. Each message costs something, each
+byte too, and the two overlap in part: small exchanges go by the number of their messages, large ones by their bytes. Three
+constants, fitted on the seven published exchanges with 7 peers; the seven published ones in stages of 1 and 3 peers were not used
+(docs/validation.md has the errors). Nothing is published beyond 7 peers or beyond a host: there the cost of a message is
+assumed to go on, which favours exchanges in stages.
 """
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def phase(target: Target, peers: int, message_bytes: int, *, factors: tuple[str,
     """One phase with `peers` messages of `message_bytes` out and in.
 
     factors: the mesh factors in which its ranks differ; none: all peers are on other chips of the host.
-    latency scales what does not depend on bytes; host_latency does so where the ranks are on several hosts."""
+    latency scales the latencies, not the cost of messages and bytes; host_latency does so where the ranks are on several hosts."""
     unknown = [f for f in factors if f not in FACTORS]
     if unknown:
         raise MkgenError(f"an exchange over {unknown[0]!r}: mesh factors are {', '.join(FACTORS)}")
@@ -47,8 +48,10 @@ def phase(target: Target, peers: int, message_bytes: int, *, factors: tuple[str,
         return Phase(target.sibling_latency_s * latency, peers * message_bytes / target.sibling_bytes_per_s)
     constant = latency * (host_latency if HOST in factors else 1.0)
     remote = max(1, peers - (target.cores_per_chip - 1)) if CORE in factors else peers
-    messages = peers * target.exchange_message_s * constant
-    return Phase(target.exchange_latency_s * constant, hypot(messages, remote * message_bytes / target.exchange_bytes_per_s))
+    messages = peers * target.exchange_message_s
+    links = hypot(messages, remote * message_bytes / target.exchange_bytes_per_s)
+    alone = target.link_latency_s * constant + message_bytes / target.link_bytes_per_s
+    return Phase(max(target.exchange_latency_s * constant, alone - links), links)
 
 
 def phase_seconds(target: Target, peers: int, message_bytes: int, latency: float = 1.0, factors: tuple[str, ...] = (),
