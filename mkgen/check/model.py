@@ -23,6 +23,7 @@ class Text:
         self.codes: dict[str, CodeType] = {}
         self.copies: dict[str, object] = {}
         self.pieces: dict[int, tuple[Step, list]] = {}
+        self.owned: dict[tuple[str, str], set[str]] = {}  # (op, argument of a step) -> weights it may stand for
         self.transfers = plan.transfers
 
     def value(self, text: str, scope: dict):

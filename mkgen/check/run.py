@@ -8,7 +8,8 @@ from mkgen.check.flight import Flight
 from mkgen.check.model import Model
 from mkgen.check.refs import BadExpression
 from mkgen.check.scenario import Scenario
-from mkgen.check.steps import BINDS, PLAIN, TOUCHES, box_of
+from mkgen.check.spread import Spread
+from mkgen.check.steps import BINDS, PLAIN, TOUCHES, box_of, own_weights
 from mkgen.check.values import Ledger, Values
 from mkgen.plan.plan import Region
 from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait
@@ -24,6 +25,7 @@ class AbstractRun:
         self.flight = Flight(report)
         self.exchanges = Exchanges(model.plan, model.rows, report)
         self.values = Values(ledger, report)
+        self.spread = Spread(model.plan, report)
         self.g = self.base = self.turn = self.routed = 0
         self.ids: list[int] = []
         self.region: Region | None = None
@@ -89,7 +91,7 @@ class AbstractRun:
         if n.bound is not None and trips > n.bound or trips > MOST_TRIPS:
             self.report.add("loop", self.where(n.name), f"{n.trips} is {trips}", f"the bound is {n.bound}")
             trips = min(trips, n.bound or 0)
-        for i in range(trips):
+        for i in range(n.first, n.first + trips):
             self.nodes(n.body, scope | {n.var: i})
 
     def branch(self, n: Branch, scope: dict) -> None:
@@ -104,6 +106,7 @@ class AbstractRun:
     def collective(self, n: Collective, scope: dict) -> None:
         where = self.where(f"{n.kind} {n.part}")
         self.exchanges.stage(n, where)
+        self.spread.exchange(n, where)
         if n.kind == "reduce" and n.part == "start":
             self.values.reduce(n.args[0][2:], where)
 
@@ -171,6 +174,7 @@ class AbstractRun:
             self.bad(where, e)
         self.exchanges.step(n, where)
         self.values.step(n, where)
+        self.spread.step(n, where)
 
     def scopes(self, touch, scope: dict):
         for value in self.text.value(touch.over, scope) if touch.var else (None,):
@@ -188,7 +192,10 @@ class AbstractRun:
                 origins = [value(text, scope) for text in model.arrivals(self.region, name)]
                 if not any(self.flight.holds(name, box, origin) for origin in origins):
                     self.report.add(
-                        "data", where, f"reads {name}{list(box)} for {origins[0] if origins else name}", "no finished copy of it lies there"
+                        "data",
+                        where,
+                        f"reads {name}{list(box)} for {origins[0] if origins else name}",
+                        "no finished copy of it lies there",
                     )
         for name in writes:
             box = box_of(model.refs[name], name, model.shapes[name], scope)
@@ -222,11 +229,13 @@ class AbstractRun:
         entries = self.chunk()
         if entries is None:
             return
-        for name, row, rows, first in self.text.tape_reads(n):
+        for arg, name, row, rows, first in self.text.tape_reads(n):
             block = None if first is None else first + scope.get("i", 0)
             for k, e in enumerate(entries):
                 if (e.row, e.rows) == (row, rows) and name in (None, e.name) and block in (None, e.block):
                     self.read.add(k)
+                    if name is None:
+                        self.vector(n, arg, e.name, where)
                     break
             else:
                 piece = f"rows {row} to {row + rows} of chunk {self.g - self.base}" + (
@@ -238,6 +247,22 @@ class AbstractRun:
                     f"reads {piece}; there are {[(e.name, e.row, e.rows, e.block) for e in entries]}",
                     "a step reads whole entries",
                 )
+
+    def vector(self, n: Step, arg: str, name: str, where: str) -> None:
+        """A vector that is read as one of the op's is one of the op's."""
+        op, held = self.spread.ops.get(n.op), self.plan.vectors.get(name)
+        if op is None or held is None:
+            return
+        key = (n.op, arg)
+        if key not in self.text.owned:
+            self.text.owned[key] = own_weights(op, arg)
+        if self.text.owned[key] and not self.text.owned[key] & set(held.weights):
+            self.report.add(
+                "tape",
+                where,
+                f"reads {name} as {arg}",
+                f"that is {', '.join(sorted(self.text.owned[key]))}",
+            )
 
     def advance(self, n: Advance, scope: dict) -> None:
         entries = self.chunk()

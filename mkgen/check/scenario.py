@@ -40,10 +40,11 @@ def scenarios(plan: Plan, rows: int) -> list[Scenario]:
         ("rows at edges", spread(edges, None), some),
         ("one row idle", spread(near, 0 if rows > 1 else None), (0,)),
         ("all rows idle", none, (0,)),
+        ("all rows at the end", tuple([last] * rows), some[::-1]),
         ("last row idle, many experts", spread(edges[1:], rows - 1 if rows > 1 else None), (most,)),
     ]
     return [
-        Scenario(name, rank, rows, positions, tokens(plan, rank, rows), experts)
+        Scenario(name, rank, rows, positions, tokens(plan, rank, rows, len(name) % 2), experts)
         for rank in sorted({0, plan.mesh.ranks - 1})
         for name, positions, experts in plans
     ]
@@ -54,14 +55,16 @@ def most_experts(plan: Plan, image: ExpertImage, rows: int) -> int:
     return min(image.local_experts, rows * plan.spec.model.ffns[image.kind].top_k)
 
 
-def tokens(plan: Plan, rank: int, rows: int) -> tuple[int, ...]:
-    """Every second row's token lies in the rank's part of the vocabulary: its first, its last, and some between."""
+def tokens(plan: Plan, rank: int, rows: int, first_row: int = 0) -> tuple[int, ...]:
+    """Every second row's token, from `first_row` on, lies in the rank's part of the vocabulary: its first, its last, others."""
     vocab, ranks = plan.spec.model.vocab, plan.mesh.ranks
     run = -(-vocab // ranks)
     first, after = rank * run, min((rank + 1) * run, vocab)
     mine = [first, after - 1, (first + after) // 2, first + 1]
     other = [(after + 3) % vocab, (first - 1) % vocab]
-    return tuple(max(0, min(mine[r // 2 % 4] if r % 2 == 0 else other[r // 2 % 2], vocab - 1)) for r in range(rows))
+    return tuple(
+        max(0, min(mine[r // 2 % 4] if r % 2 == first_row else other[r // 2 % 2], vocab - 1)) for r in range(rows)
+    )
 
 
 @dataclass(frozen=True)

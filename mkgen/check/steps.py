@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from mkgen.check.refs import Box, Ref
+from mkgen.graph.ir import Weight
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Step
 from mkgen.plan.tape import LANES, Matrix
@@ -82,13 +83,44 @@ def state_text(name: str, shape: tuple) -> str:
     return f"m.{name}.at[index, row]" if "rows" in shape else f"m.{name}.at[index]"
 
 
-def tape_reads(step: Step) -> list[tuple[str | None, int, int, int | None]]:
-    """(name, row, rows, block) of each piece of the chunk that a step reads. No name: any; block: the loop's first."""
-    out: list[tuple[str | None, int, int, int | None]] = []
-    for text in (a for a in step.args.values() if isinstance(a, str)):
+def tape_reads(step: Step) -> list[tuple[str, str | None, int, int, int | None]]:
+    """(argument, name, row, rows, block) of each piece of the chunk that a step reads. No name: any; block: the loop's first."""
+    out: list[tuple[str, str | None, int, int, int | None]] = []
+    for arg, text in ((k, a) for k, a in step.args.items() if isinstance(a, str)):
         for kind, at, a, b in TAPE_TEXT.findall(text):
-            out.append((None, int(at), int(a) if kind in ("tape_rows", "vector") else int(a) * int(b or 0) // (2 * LANES), None))
+            rows = int(a) if kind in ("tape_rows", "vector") else int(a) * int(b or 0) // (2 * LANES)
+            out.append((arg, None, int(at), rows, None))
     m = step.args.get("matrix")
     if isinstance(m, Matrix):
-        out.append((m.name, int(step.args.get("at", 0)), m.block_rows, step.args.get("first")))
+        first = (
+            0 if step.macro == "block" else step.args.get("first")
+        )  # of a loop over all blocks: its trip is the block
+        out.append(("matrix", m.name, int(step.args.get("at", 0)), m.block_rows, first))
     return out
+
+
+def accumulates(step: Step) -> str | None:
+    """The buffer that a step adds to: someone has to clear it before."""
+    m = step.args.get("matrix")
+    if (
+        step.macro == "block"
+        and isinstance(m, Matrix)
+        and m.k_blocks > 1
+        or (step.template, step.macro) == ("experts", "expert")
+    ):
+        return step.args["y"][2:]
+    return None
+
+
+def own_weights(op, arg: str) -> set[str]:
+    """Weights that the argument of one of the op's steps may stand for: those in the op's field of that name, or any of its."""
+    found = next(
+        (
+            getattr(op, name)
+            for name in (arg, f"{arg}s", f"{arg}es")
+            if isinstance(getattr(op, name, None), (Weight, tuple))
+        ),
+        None,
+    )
+    given = (found,) if isinstance(found, Weight) else found or op.weights()
+    return {w.name for w in given if isinstance(w, Weight)}

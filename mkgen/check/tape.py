@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mkgen.check.findings import Report
 from mkgen.plan.plan import Plan, Region
-from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq
+from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Step, walk
 
 ALIGN = 8  # u32 rows of a tile: copies start and end at one
 
@@ -16,6 +16,7 @@ def check_tape(plan: Plan, report: Report) -> None:
             report.add("tape", region.name, f"advances {count} chunks", f"it has {len(region.chunks)} on the tape")
         check_chunks(plan, region, report)
         check_weights(plan, region, report)
+        check_heads(region, report)
         check_loops(region.body, region.name, report, False)
     check_table(plan, report)
 
@@ -106,6 +107,34 @@ def check_weights(plan: Plan, region: Region, report: Report) -> None:
         foreign = [w for w in weights if w not in own]
         if foreign:
             report.add("tape", region.name, f"{name} holds {', '.join(foreign)}", "no op of the sub-layer has it")
+
+
+def check_heads(region: Region, report: Report) -> None:
+    """Blocks that are read head by head: each step takes the heads that its block holds, one block after another."""
+    seen: dict[str, list[Step]] = {}
+    for n in walk(region.body):
+        if isinstance(n, Step) and {"matrix", "first", "begin", "end", "dim"} <= n.args.keys():
+            seen.setdefault(n.args["matrix"].name, []).append(n)
+    for name, steps in seen.items():
+        m, dim = steps[0].args["matrix"], steps[0].args["dim"]
+        heads, even = m.n // dim, steps[0].args["end"]
+        for i, n in enumerate(steps):
+            found = tuple(n.args[k] for k in ("first", "begin", "end"))
+            want = (i, i * even, min((i + 1) * even, heads))
+            if found != want or n.args["end"] * dim - n.args["begin"] * dim > m.block_n:
+                report.add(
+                    "tape",
+                    f"{region.name}/{n.op}",
+                    f"block {found[0]} of {name} as heads {found[1]} to {found[2]}",
+                    f"step {i} of it is block {want[0]}, heads {want[1]} to {want[2]}",
+                )
+        if steps[-1].args["end"] != heads or len(steps) != m.blocks:
+            report.add(
+                "tape",
+                f"{region.name}/{steps[-1].op}",
+                f"{name} ends with head {steps[-1].args['end']}",
+                f"it has {heads} in {m.blocks} blocks",
+            )
 
 
 def check_table(plan: Plan, report: Report) -> None:

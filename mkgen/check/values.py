@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mkgen.check.findings import Report
-from mkgen.check.steps import scratch
+from mkgen.check.steps import accumulates, scratch
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Step
 
@@ -51,6 +51,9 @@ class Values:
                 self.report.add("value", where, f"reads {name}", "no step before it in the sub-layer has made it")
             ledger.read.add((self.region, name))
             self.used.add(name)
+        sums = accumulates(n)
+        if sums in ledger.watched and sums not in self.made:
+            self.report.add("value", where, f"adds to {sums}", "no step before it in the sub-layer has cleared it")
         for name in n.writes:
             if name in ledger.watched:
                 if name in self.used and self.made.get(name) == n.op:

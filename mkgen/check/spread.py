@@ -1,0 +1,145 @@
+"""Sums over the ranks: what each rank has a term of is made whole before any step takes it for the sum, and once.
+
+What is a term follows from the weights alone: a product with some of a matrix's rows, the experts of one rank, the
+embeddings of one part of the vocabulary, the squares of some of a norm's columns. Only steps that are linear in a term
+(`LINEAR`) may read one, and make another.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mkgen.check.findings import Report
+from mkgen.plan.plan import Plan
+from mkgen.plan.regions import Collective, Step
+from mkgen.plan.tape import Matrix
+
+EACH_RANK = {
+    ("experts", "begin"): "y",
+    ("experts", "expert"): "y",
+    ("ends", "embed"): "x",
+    ("gated_norm", "squares"): "squares",
+}
+LINEAR = {
+    ("elementwise", "add"): ("a", "b"),
+    ("elementwise", "token_gate"): ("x",),
+    ("residual", "store"): ("x",),
+    ("linear", "join"): ("parts",),
+}
+ONCE = 'jnp.where(lax.axis_index("tp") == 0, '  # what all ranks hold, as a term that is nothing on all ranks but one
+COLUMNS = re.compile(r"m\.(\w+)(?:\[:, (\d*):(\d+)\])?")
+
+
+class Spread:
+    """One run. `terms`: buffers that hold a term of a sum, and where it was made."""
+
+    def __init__(self, plan: Plan, report: Report):
+        self.plan, self.report = plan, report
+        self.alone = plan.mesh.ranks == 1
+        self.last = plan.mesh.stages[-1][0] if plan.mesh.stages else None
+        self.ops = {op.name: op for sub in plan.graph.sublayers() for op in sub.ops}
+        self.kinds: dict[int, tuple] = {}
+        self.terms: dict[str, str] = {}
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+
+    def step(self, n: Step, where: str) -> None:
+        if self.alone:
+            return
+        makes, linear, _ = self.kind(n)
+        taken = [b for b in n.reads if b in self.terms and b not in n.writes]
+        if taken and not linear:
+            made = self.terms[taken[0]]
+            self.bad(
+                where, f"reads {taken[0]}", f"it is this rank's term of a sum ({made}), no exchange has completed it"
+            )
+        terms = [once or name in self.terms for name, once in linear]
+        for name, once in linear:
+            if once and name in self.terms:
+                self.bad(where, f"takes {name} on one rank alone", f"each rank has a term of it ({self.terms[name]})")
+            elif any(terms) and not once and name not in self.terms:
+                self.bad(
+                    where, f"adds {name} to a term of a sum", "it is whole on every rank: it would count once a rank"
+                )
+        for name in n.writes:
+            if name == makes or any(terms):
+                self.terms[name] = where
+            elif name not in n.reads or name not in self.terms:
+                self.terms.pop(name, None)
+
+    def kind(self, n: Step) -> tuple[str | None, tuple[tuple[str, bool], ...], Step]:
+        """(the buffer it makes a term in, the buffers it is linear in, and whether one rank alone takes them); the step is
+        kept, so that its id stays its own."""
+        if id(n) not in self.kinds:
+            key = (n.template, n.macro)
+            given = [n.args.get(a) for a in LINEAR.get(key, ())]
+            linear = [(name, isinstance(a, str) and a.startswith(ONCE)) for a in given for name in named(a)]
+            self.kinds[id(n)] = (self.makes(n, key), tuple(linear), n)
+        return self.kinds[id(n)]
+
+    def makes(self, n: Step, key: tuple[str, str]) -> str | None:
+        matrix, op = n.args.get("matrix"), self.ops.get(n.op)
+        if isinstance(matrix, Matrix) and n.template in ("linear", "coded"):
+            weight = self.plan.weights[matrix.parts[0].weight]
+            return target(n.args["y"]) if matrix.k < weight.shape[0] else None
+        if key == ("qk", "qk_squares"):
+            return target(n.args["y"]) if columns(self.plan, n.args["q"]) < op.q.width else None
+        return target(n.args[EACH_RANK[key]]) if key in EACH_RANK else None
+
+    # -- exchanges ----------------------------------------------------------------------------------------------------------
+
+    def exchange(self, n: Collective, where: str) -> None:
+        """Sums take terms, gathers take none; what an exchange fills is whole."""
+        sums, sources, targets, first, last = facts(n, self.last)
+        if first:
+            for name in sources:
+                if sums and name not in self.terms:
+                    self.bad(where, f"sums {name} over the ranks", "it is no term of a sum: whole, or summed already")
+                elif not sums and name in self.terms:
+                    self.bad(
+                        where,
+                        f"gathers {name}",
+                        f"it is this rank's term of a sum ({self.terms[name]}): pieces are sums of their own",
+                    )
+        if last:
+            for name in targets:
+                self.terms.pop(name, None)
+
+    def bad(self, where: str, what: str, why: str) -> None:
+        self.report.add("spread", where, what, why)
+
+
+def facts(n: Collective, last_factor: str | None) -> tuple[bool, list[str], list[str], bool, bool]:
+    """(does it sum?, buffers that it takes, buffers that it fills, is this its first start?, its last finish?)."""
+    sums = n.kind in ("reduce", "scatter")
+    if n.kind == "greedy":
+        return False, [], [], False, False
+    if hasattr(n, "sources"):
+        return (
+            sums,
+            [b for t in n.sources for b in named(t)],
+            [b for t in n.targets for b in named(t)],
+            n.part == "start" and n.round == 0,
+            n.part == "finish" and n.round == n.rounds - 1,
+        )
+    held = named(n.args[0]) if n.kind == "reduce" else []
+    return sums, held, held, n.part == "start", n.part == "finish" and n.factor == last_factor
+
+
+def named(a) -> list[str]:
+    """Buffers that an argument names."""
+    if isinstance(a, str):
+        return re.findall(r"\bm\.(\w+)", a)
+    return (
+        [b for x in a for b in named(x)] if isinstance(a, (tuple, list)) else [a.ref[2:]] if hasattr(a, "ref") else []
+    )
+
+
+def target(a) -> str | None:
+    return next(iter(named(a)), None)
+
+
+def columns(plan: Plan, text: str) -> int:
+    """Columns of a source text: of its slice, or of the whole buffer."""
+    found = COLUMNS.search(text)
+    return int(found[3]) - int(found[2] or 0) if found[3] else plan.buffers[found[1]].shape[-1]
