@@ -1,4 +1,4 @@
-"""The checker on thousands of damaged plans of random specs, of which it must accept none, and on sound ones, in which it must find nothing."""
+"""The checker on thousands of damaged plans of random specs: none is accepted; and on sound ones: nothing is found."""
 
 from __future__ import annotations
 
