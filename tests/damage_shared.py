@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from damage_tools import (, steps
+from damage_tools import (
     Site,
     changed,
     kind,
@@ -13,6 +13,7 @@ from damage_tools import (, steps
     put,
     siblings,
     sites,
+    steps,
     with_buffer,
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Loop, Node, Seq, Start, Wait
+from mkgen.plan.regions import Loop, Node, Seq, Start, Step, Wait
 
 Site = tuple[str, tuple[int, ...]]
 KINDS: dict[str, Callable[[Plan, random.Random], Plan | None]] = {}

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 
 from mkgen.check.refs import Box, Ref
-from mkgen.graph.ir import Weight
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Step
 from mkgen.plan.tape import LANES, Matrix
@@ -114,13 +113,10 @@ def accumulates(step: Step) -> str | None:
 
 def own_weights(op, arg: str) -> set[str]:
     """Weights that the argument of one of the op's steps may stand for: those in the op's field of that name, or any of its."""
-    found = next(
-        (
-            getattr(op, name)
-            for name in (arg, f"{arg}s", f"{arg}es")
-            if isinstance(getattr(op, name, None), (Weight, tuple))
-        ),
-        None,
-    )
-    given = (found,) if isinstance(found, Weight) else found or op.weights()
-    return {w.name for w in given if isinstance(w, Weight)}
+    all_ = op.weights()
+    for name in (arg, f"{arg}s", f"{arg}es"):
+        found = getattr(op, name, None)
+        given = [w for w in (found if isinstance(found, tuple) else (found,)) if w in all_]
+        if given:
+            return {w.name for w in given}
+    return {w.name for w in all_}
