@@ -179,7 +179,7 @@ def test_every_piece_has_cycles(profiled):
         by_op[piece.region, piece.op] = max(by_op.get((piece.region, piece.op), 0), found.all)
     assert profiled.new > 20
     # a norm waits for a lane reduction and an rsqrt, an expert for two products, one behind the other
-    assert by_op["a", "a.norm"] > 141 and by_op["m", "m.experts"] > 2 * 188
+    assert max(cycles for (_, op), cycles in by_op.items() if op.startswith("a.norm")) > 141 and by_op["m", "m.experts"] > 2 * 188
 
 
 def test_a_known_piece_is_not_compiled_again(profiled, folder, monkeypatch):

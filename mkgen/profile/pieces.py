@@ -104,7 +104,7 @@ class Cutter:
 
     def run(self, group: tuple[Node, ...], scalars: tuple[str, ...], carry) -> Run:
         waits, steps, tail = (tuple(n for n in group if rank(n) == k) for k in range(3))
-        op = steps[0].op if steps else next((n.transfer for n in group if isinstance(n, (Start, Wait))), "advance")
+        op = ops_of(steps) or next((n.transfer for n in group if isinstance(n, (Start, Wait))), "advance")
         piece = self.piece(op, self.printed(group), self.printed(steps), scalars, carry)
         return Run(waits, steps, tail, piece)
 
@@ -116,6 +116,12 @@ class Cutter:
         found = Piece(self.region.name, op, text, scalars, carry, steps or text)
         self.made.append(found)
         return found
+
+
+def ops_of(steps: tuple[Step, ...]) -> str:
+    """The op of a piece's steps; of several, the first and the last: `moe.norm..route`."""
+    names = list(dict.fromkeys(s.op for s in steps))
+    return names[0] + (f"..{names[-1].rsplit('.', 1)[-1]}" if len(names) > 1 else "") if names else ""
 
 
 def rank(n: Node) -> int:

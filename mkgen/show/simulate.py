@@ -35,7 +35,8 @@ def profiled(made: Plan, profiles: dict[int, Profile], as_json: bool) -> None:
             t.add_row(region, op, show.number(times), show.number(each), f"{each / clock * 1e6:.3f}", f"{each * times / clock * 1e6:,.1f}",
                       show.percent(each * times, total))
         out.print(t)
-        out.print(f"{len(profiles[rows].pieces)} pieces of work, {profiles[rows].new} compiled now, the others known")
+        out.print(f"{len(profiles[rows].pieces)} pieces of work, {profiles[rows].new} compiled now, the others known; at context {made.spec.build.context}, "
+                  "experts of the busiest rank, one draw")
         out.print()
 
 
