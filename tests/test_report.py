@@ -289,6 +289,19 @@ def test_a_copy_is_needed_where_its_wait_stands(kimi):
         needs(step(plan, 1)[:100], made, plan.target)
 
 
+def test_live_bytes_follow_the_core(kimi, data):
+    plan = kimi[0]
+    found = vmem(plan, 1)
+    times, values = data["live"]
+    assert times == sorted(times) and set(values) <= set(found.totals) and max(values) == found.peak
+    at = dict(zip(found.places, found.totals))
+    spans = sorted((s for s in kimi[1].spans if s.track == "core" and s.where.op in ("moe.experts", "kda.recurrence")), key=lambda s: s.begin)
+    for s in spans[::37]:
+        now = values[max(i for i, t in enumerate(times) if t <= round(s.begin * 1e9))]
+        assert now <= at[s.where.region, s.where.op] or s.where.op == "moe.experts"
+        assert s.where.op != "moe.experts" or now > at["kda", "kda.recurrence"], "the slots of experts are taken"
+
+
 # -- the trace ---------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from mkgen.show.report import budget, experts, graphs, traffic
 from mkgen.show.report.exchanges import exchanges
 from mkgen.show.report.forecast import Forecast
 from mkgen.show.report.lives import vmem
-from mkgen.show.report.spans import canvas
+from mkgen.show.report.spans import canvas, region_columns
 from mkgen.show.report.text import FILTERS, pct
 
 USES = (*budget.ORDER,)                  # they have a colour of their own
@@ -77,17 +77,6 @@ def columns(plan: Plan) -> dict[str, list]:
 def nest(items: tuple) -> list:
     """`Times` as {count, body} and names, for the template's recursion."""
     return [{"count": x.count, "body": nest(x.body)} if isinstance(x, Times) else {"count": 0, "name": x or "–"} for x in items]
-
-
-def region_columns(places: tuple[tuple[str, str], ...]) -> list[tuple[str, int, int]]:
-    """(sub-layer, first place, places)."""
-    out: list[list] = []
-    for i, (region, _) in enumerate(places):
-        if out and out[-1][0] == region:
-            out[-1][2] += 1
-        else:
-            out.append([region, i, 1])
-    return [tuple(x) for x in out]
 
 
 def checks() -> list[tuple[str, str]]:

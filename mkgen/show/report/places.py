@@ -56,8 +56,8 @@ def named(node: Collective | tuple[str, ...]) -> list[str]:
 
 
 def places(plan: Plan, region: Region) -> list[Place]:
-    """The sub-layer's places in program order. A start or a wait belongs to the op that follows it in the region tree, the last
-    ones to the op before them; an exchange is a place of its own."""
+    """The sub-layer's places in program order. A wait belongs to the op behind it in the region tree, a start to the one
+    before it (at the ends to the only neighbour); an exchange is a place of its own."""
     out: list[Place] = []
     held: list[Touch] = []
     for node in walk(region.body):
@@ -70,6 +70,8 @@ def places(plan: Plan, region: Region) -> list[Place]:
                 out.append(Place(region.name, op))
             out[-1].touches += held + found
             held = []
+        elif isinstance(node, Start) and out and not held:
+            out[-1].touches += found
         else:
             held += found
     if held:

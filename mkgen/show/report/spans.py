@@ -6,6 +6,7 @@ from typing import Any
 from mkgen.plan.plan import Plan
 from mkgen.show.report.lanes import Bar, bars, layer_bands, memory_busy
 from mkgen.show.report.lives import Vmem
+from mkgen.show.report.places import EXCHANGE
 from mkgen.simulate.timeline import Timeline
 
 NS = 1e9
@@ -29,6 +30,7 @@ def canvas(plan: Plan, timeline: Timeline, vmem: Vmem, needed: tuple[float, ...]
     begins = [round(b.span.begin * NS) for b in all_bars]
     tracks = ("core", "wait", "pause", "hbm", "link")
     bands = [[round(a * NS), round(b * NS), -1 if layer is None else layer, regions[name]] for a, b, layer, name in layer_bands(timeline)]
+    steps = live_bytes(timeline, vmem)
     return {
         "end": round(timeline.seconds * NS), "groups": groups,
         "b": [b - a for a, b in zip([0, *begins], begins)],
@@ -43,8 +45,43 @@ def canvas(plan: Plan, timeline: Timeline, vmem: Vmem, needed: tuple[float, ...]
         "ops": list(ops), "regions": list(regions), "whats": list(whats), "tracks": list(tracks), "bands": bands,
         "busy": [round(t * NS) for pair in memory_busy(timeline, plan.target.dma_latency_s) for t in pair],
         "latency": round(plan.target.dma_latency_s * NS), "windows": windows(plan, timeline), "budget": vmem.budget,
-        "live": {f"{region} {op}": total for (region, op), total in zip(vmem.places, vmem.totals)},
+        "live": [[round(t * NS) for t, _ in steps], [v for _, v in steps]],
     }
+
+
+def live_bytes(timeline: Timeline, vmem: Vmem) -> list[tuple[float, int]]:
+    """(moment, live VMEM bytes from there on): the places of a sub-layer are followed as the core goes through its ops."""
+    found: list[tuple[float, int]] = []
+    first = {region: at for region, at, _ in region_columns(vmem.places)}
+    run, now = None, 0
+    for s in sorted((s for s in timeline.spans if s.track in ("core", "wait")), key=lambda s: s.begin):
+        region = s.where.region
+        if region not in first:
+            continue                     # the prologue
+        if run != (s.where.layer, region):
+            run, now = (s.where.layer, region), first[region]
+        now = next_place(vmem.places, region, s.where.op, now, first[region])
+        if not found or found[-1][1] != vmem.totals[now]:
+            found.append((s.begin, vmem.totals[now]))
+    return found
+
+
+def next_place(places: tuple[tuple[str, str], ...], region: str, op: str, now: int, first: int) -> int:
+    """The op's place at or behind `now`; in a loop, the one before it; an op without a place of its own is an exchange."""
+    mine = [i for i in range(first, len(places)) if places[i][0] == region]
+    wanted = op if (region, op) in places else EXCHANGE
+    return next((i for i in mine if i >= now and places[i][1] == wanted), next((i for i in reversed(mine) if places[i][1] == wanted), now))
+
+
+def region_columns(places: tuple[tuple[str, str], ...]) -> list[tuple[str, int, int]]:
+    """(sub-layer, first place, places)."""
+    out: list[list] = []
+    for i, (region, _) in enumerate(places):
+        if out and out[-1][0] == region:
+            out[-1][2] += 1
+        else:
+            out.append([region, i, 1])
+    return [tuple(x) for x in out]
 
 
 def group_rows(all_bars: list[Bar]) -> list[dict[str, Any]]:
