@@ -19,7 +19,6 @@ from mkgen.simulate.timeline import Timeline
 PID = 1
 LAYERS = "layers"
 COLOURS = {"core": "thread_state_running", "wait": "thread_state_iowait", "pause": "grey"}      # names that both viewers know
-THREADS_A_GROUP = 100                    # thread ids of a group are apart by this much
 
 
 def write(path: Path, plan: Plan, rows: int, timeline: Timeline, told: dict[str, Any], needed: tuple[float, ...] = ()) -> int:
@@ -54,8 +53,9 @@ def name_of(layer: int | None, region: str) -> str:
 def thread_ids(drawn: list[Bar]) -> dict[tuple[str, int], int]:
     """(group, lane) -> thread id: the core, the links, then the streams by name; 0 is for the layers."""
     groups = sorted({b.group for b in drawn}, key=lambda g: (g != "core", g != "link", g))
-    first = {g: 1 + THREADS_A_GROUP * k for k, g in enumerate(groups)}
-    return {(b.group, b.lane): first[b.group] + b.lane for b in drawn}
+    lanes = {g: 1 + max(b.lane for b in drawn if b.group == g) for g in groups}
+    order = [(g, lane) for g in groups for lane in range(lanes[g])]
+    return {key: 1 + i for i, key in enumerate(order)}
 
 
 def names(plan: Plan, rows: int, threads: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
