@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from conftest import ROOT, plan_of
 from mkgen.check.findings import Finding
+from mkgen.check.rules import RULES
 from mkgen.cli import main
 from mkgen.plan.figures import figures
 from mkgen.plan.regions import Step, walk
@@ -143,7 +144,8 @@ def test_the_speed_stands_beside_the_verdict(kimi):
     ms = made.seconds * 1e3
     assert f"Predicted step {ms:.3f} ms {1e3 / ms:,.0f} tokens/s (checker: pass)" in text
     assert "Floor 1.250 ms" in text and f"something else 0.987 {1e3 * (ms - 0.987):.1f}" in text and "A note." in text and "another no room for it" in text
-    refused = Page(page(plan, 1, [Finding("ring", "moe", "a slot is late", "it is read")], Forecast(made, ms, 1.25, "x"))).text()
+    refused = Page(page(plan, 1, [Finding("flight", "moe", "a slot is late", "it is read")], Forecast(made, ms, 1.25, "x"))).text()
+    assert all(f"{name} {0 if name != 'flight' else 1} {why}" in refused for name, why in RULES.items())
     assert "tokens/s of a plan that is refused" in refused and "a slot is late" in refused and "✗ fail" in refused and "checker: pass" not in refused
 
 

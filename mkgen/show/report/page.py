@@ -1,13 +1,12 @@
 """The page: every part's data, and the templates that lay it out."""
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from mkgen.check import examined
 from mkgen.emit.render import template_dir
 from mkgen.plan.figures import figures
 from mkgen.plan.layout import layout_hash
@@ -22,7 +21,6 @@ from mkgen.show.report.text import FILTERS, pct
 
 USES = (*budget.ORDER,)                  # they have a colour of their own
 KINDS = 8                                # colours of layer kinds
-CHECKS = ("tape", "memory", "exchange", "flight", "values", "steps")
 
 
 def page(plan: Plan, rows: int, findings: list, forecast: Forecast | None, missing: str = "") -> str:
@@ -47,7 +45,7 @@ def context(plan: Plan, rows: int, findings: list, forecast: Forecast | None, mi
         "plan": plan, "spec": plan.spec, "build": build, "target": plan.target, "rows": rows, "figures": figures(plan, rows),
         "hash": layout_hash(plan),
         "mesh": " × ".join(f"{name} {size}" for name, size in build.mesh.items()), "findings": findings, "verdict": "fail" if findings else "pass",
-        "checks": checks(), "forecast": forecast, "missing": missing, "timed": timed, "kinds": kinds, "columns": columns(plan),
+        "examined": examined(plan), "forecast": forecast, "missing": missing, "timed": timed, "kinds": kinds, "columns": columns(plan),
         "drawings": graphs.drawings(plan, rows, found), "exchanges": found, "box": (graphs.BOX, graphs.HIGH),
         "vmem": memory, "regions_at": region_columns(memory.places), "families": traffic.per_family(plan, rows),
         "tape": {name: traffic.tape_of(plan.regions[name]) for name in kinds}, "held": traffic.held(plan, rows),
@@ -77,15 +75,6 @@ def columns(plan: Plan) -> dict[str, list]:
 def nest(items: tuple) -> list:
     """`Times` as {count, body} and names, for the template's recursion."""
     return [{"count": x.count, "body": nest(x.body)} if isinstance(x, Times) else {"count": 0, "name": x or "–"} for x in items]
-
-
-def checks() -> list[tuple[str, str]]:
-    """(module, what it holds): the checker's own words."""
-    out, there = [], {m.name for m in pkgutil.iter_modules(importlib.import_module("mkgen.check").__path__)}
-    for name in (n for n in CHECKS if n in there):
-        doc = (importlib.import_module(f"mkgen.check.{name}").__doc__ or "").strip()
-        out.append((name, " ".join(doc.split("\n\n")[0].split())))
-    return out
 
 
 def script(data: dict) -> Markup:
