@@ -61,12 +61,12 @@ class Walk:
                 self.open[self.key(n.transfer)] -= 1
                 self.events.append(Await(where, self.key(n.transfer)))
         elif isinstance(n, Collective) and n.part == "start":
-            group = getattr(n, "stage", None) or n.factor
+            group, where = getattr(n, "stage", None) or n.factor, Where(layer, region, f"{n.kind} start")
             self.phases.append((len(self.events), group))
             factors = (group,) if group in dict(self.plan.mesh.factors) else ()
             self.events.append(Send(where, self.phases[-1], factors, n.peers, n.message_bytes(self.rows)))
         elif isinstance(n, Collective) and self.phases:
-            self.events.append(Receive(where, self.phases.pop(0)))
+            self.events.append(Receive(Where(layer, region, f"{n.kind} finish"), self.phases.pop(0)))
         else:
             assert isinstance(n, (Advance, Collective)), n
         return op

@@ -67,9 +67,11 @@ def live_bytes(timeline: Timeline, vmem: Vmem) -> list[tuple[float, int]]:
 
 
 def next_place(places: tuple[tuple[str, str], ...], region: str, op: str, now: int, first: int) -> int:
-    """The op's place at or behind `now`; in a loop, the one before it; an op without a place of its own is an exchange."""
+    """The op's place at or behind `now`; in a loop, the one before it; where it has none (a copy by itself), `now`.
+
+    A span of several ops, `first..last`, stands at the first of them."""
     mine = [i for i in range(first, len(places)) if places[i][0] == region]
-    wanted = op if (region, op) in places else EXCHANGE
+    wanted = EXCHANGE if op.endswith((" start", " finish")) else op.split("..")[0]
     return next((i for i in mine if i >= now and places[i][1] == wanted), next((i for i in reversed(mine) if places[i][1] == wanted), now))
 
 
