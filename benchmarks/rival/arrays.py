@@ -5,7 +5,6 @@ XLA then has one launch where the model's file has five.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,8 +82,8 @@ def row_parallel(name: str, k: int, n: int) -> Leaf:
 # -- experts -------------------------------------------------------------------------------------------------------------
 
 def block_of(rows: int) -> int:
-    """Rows that share a scale: as many as divide what a rank has."""
-    return math.gcd(rows, BLOCK)
+    """Rows that share a scale: the most that divide what a rank has."""
+    return max(n for n in range(1, BLOCK + 1) if rows % n == 0)
 
 
 def expert_leaves(name: str, experts: int, k: int, f: int, gated: bool, tp: int, fp8: bool) -> dict[str, Leaf]:

@@ -231,10 +231,12 @@ def linear(name: str, a: Linear, s: Setup) -> Part:
         z = ((product(s, z, w["f_b"]) if low else z) + w["dt_bias"]).reshape(s.rows, heads, -1)
         rate = w["a"][:, None]
         decay = jnp.exp(a.decay.floor * jax.nn.sigmoid(rate * z)) if a.decay.kind == "floor" else jnp.exp(-rate * jax.nn.softplus(z))
-        m = state["matrix"] * decay[..., None]
-        v = jax.nn.sigmoid(b)[..., None] * (v - jnp.sum(m * k[..., None], axis=2))
-        m = m + k[..., None] * v[:, :, None]
-        o = jnp.sum(m * (q * kd ** -0.5)[..., None], axis=2)
+        # with S' = diag(decay) S + k (x) u, q^T S' = (decay q)^T S + (q.k) u: both sums read the old S, so one pass makes them
+        old, q = state["matrix"], q * kd ** -0.5
+        seen, o = (jnp.sum(old * (decay * y)[..., None], axis=2) for y in (k, q))
+        u = jax.nn.sigmoid(b)[..., None] * (v - seen)
+        m = old * decay[..., None] + k[..., None] * u[:, :, None]
+        o = o + jnp.sum(q * k, -1, keepdims=True) * u
         gate = jax.nn.sigmoid(g) if a.gate.act == "sigmoid" else jax.nn.silu(g)
         o = rms(o, w["o_norm"], a.norm.eps).reshape(s.rows, -1) * gate
         return total(s, product(s, o, w["out"])), {"window": window[:, 1:], "matrix": m}

@@ -171,7 +171,8 @@ class Rival:
             last = range(n.before + n.period * n.turns, self.spec.model.layers)
             stream, after = self.run(last, weights["after"], states["after"], stream, positions)
             states = {"before": before, "loop": loop, "after": after}
-        return *self.finish(weights["ends"], stream), states
+        with jax.named_scope("ends"):
+            return *self.finish(weights["ends"], stream), states
 
     def run(self, layers, weights, states, stream, positions):
         """Layer after layer; scopes name them in what XLA prints."""
@@ -196,7 +197,8 @@ class Rival:
                 new.append({k: lax.dynamic_update_index_in_dim(states[p][k], x, t, 0) for k, x in state.items()})
             return stream, new
 
-        return lax.fori_loop(0, n.turns, turn, (stream, states))
+        with jax.named_scope("layers"):
+            return lax.fori_loop(0, n.turns, turn, (stream, states))
 
     def layer(self, run, layer, w, state, stream, positions):
         """layer: its number; a traced one inside a loop."""

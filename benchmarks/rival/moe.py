@@ -94,7 +94,8 @@ def experts(s: Setup, f: Moe, w, x, ids, weights, count, width: int, fp8: bool):
         out = expert_product(s, blocked(h, block_of(width)) if fp8 else h, w, "expert_down", e, fp8)
         return y + weights[i][:, None] * out
 
-    return lax.fori_loop(0, count, one, jnp.zeros((s.rows, x.shape[1]), jnp.float32))
+    with jax.named_scope("experts"):
+        return lax.fori_loop(0, count, one, jnp.zeros((s.rows, x.shape[1]), jnp.float32))
 
 
 def blocked(x, block: int):

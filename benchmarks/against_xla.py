@@ -1,0 +1,87 @@
+"""mkgen against plain JAX/XLA for the same models and cores: python benchmarks/against_xla.py [-o docs/against_xla.md] [--json] [--quick]
+
+Compiles both for the chip, ahead of time and one program after another, counts launches and bytes, and sets XLA's estimated step (static
+LLO profile) beside the prediction of `mkgen simulate`. Full: about 25 minutes on two idle cores; --quick: one row, fewer depths and layouts, about 5.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from mkgen.targets import load_target  # noqa: E402
+from rival.chance import DRAWS  # noqa: E402
+from rival.measure import LAYOUT, Bench, Case, as_dict, layouts, step_of, weight_bytes  # noqa: E402
+from rival.page import page, summary  # noqa: E402
+
+CASES = (
+    Case("kimi_k3", 1152, (1, 8), ("build.kv_tile=128",)),
+    Case("qwen3_30b_a3b", 2048, (1, 8), full_depth=True),
+    Case("qwen3_8_27b", 2048, (1, 8)),
+)
+DEPTHS, QUICK_DEPTHS = [1, 2, 4, 8], [1, 2, 4]
+
+
+def measure(bench: Bench, case: Case, rows: int, quick: bool) -> dict:
+    spec = case.load()
+    bench.say(f"{case.spec}, {rows} rows")
+    ours = bench.mkgen(case, rows)
+    tried = [ep for ep in layouts(spec) if not quick or ep in (1, 2, spec.build.expert_parallel)]
+    ep, found = bench.best_layout(case, rows, tried)
+    programs = {}
+    for program in (bench.unrolled(case, rows, ep, QUICK_DEPTHS if quick else DEPTHS), bench.loop(case, rows, ep)):
+        programs[program.form] = as_dict(program) | {"step": step_of(spec, program.full, ep, rows)}
+    mean = programs["loop"]["step"]["mean_experts"]
+    target = load_target(spec.build.chip)
+    return {"spec": case.spec, "rows": rows, "context": case.context, "ranks": spec.build.ranks, "layers": spec.model.layers, "expert_parallel": ep,
+            "layouts": found, "programs": programs, "bytes": weight_bytes(case, rows, ep, mean), "mkgen": ours,
+            "floor_ms": 1e3 * ours["streamed_bytes"] / target.hbm_bytes_per_s}
+
+
+def rival_is_right() -> str:
+    """Runs the rival's own test; the words for the page, or an end of everything."""
+    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_rival.py"), "-k", "reference"],
+                         capture_output=True, text=True, cwd=ROOT)
+    if ran.returncode != 0:
+        raise SystemExit(f"the rival's numbers are wrong; nothing is compared with it:\n{ran.stdout[-2000:]}")
+    return f"Its numbers were held against `mkgen.reference` in this run, in float32 on small widths, every model in both forms: {ran.stdout.strip().splitlines()[-1]}."
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("-o", "--out", type=Path, help="write the page there")
+    asked.add_argument("--json", action="store_true", help="print all figures as JSON instead of the ratios")
+    asked.add_argument("--quick", action="store_true", help="one row, fewer depths and layouts")
+    asked.add_argument("--spec", nargs="*", choices=[c.spec for c in CASES], help="only these")
+    given = asked.parse_args()
+    began = time.perf_counter()
+    say = lambda text: print(f"{time.perf_counter() - began:6.0f} s  {text}", file=sys.stderr, flush=True)
+    checked = rival_is_right()
+    say(checked)
+    with tempfile.TemporaryDirectory(prefix="against-xla-") as scratch:
+        bench = Bench(Path(scratch), say)
+        cases = [measure(bench, case, rows, given.quick) for case in CASES if not given.spec or case.spec in given.spec
+                 for rows in (case.rows[:1] if given.quick else case.rows)]
+    target = load_target("tpu7x")
+    words = ["python benchmarks/against_xla.py", *sys.argv[1:]]
+    about = {"command": " ".join(words), "machine": f"a {os.cpu_count()}-core {platform.machine()} machine", "minutes": (time.perf_counter() - began) / 60,
+             "jax": version("jax"), "libtpu": version("libtpu"), "checked": checked, "layout": LAYOUT, "draws": f"{DRAWS:,}",
+             "clock": target.clock_hz / 1e9, "hbm": target.hbm_bytes_per_s / 1e12}
+    result = {"about": about, "cases": cases}
+    if given.out:
+        given.out.write_text(page(result), encoding="utf-8")
+    print(json.dumps(result, indent=1) if given.json else summary(cases))
+
+
+if __name__ == "__main__":
+    main()
