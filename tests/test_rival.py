@@ -1,6 +1,7 @@
 """The rival of the benchmark: its numbers against the reference, and the counters of what XLA made of it."""
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -16,11 +17,16 @@ from mkgen.reference.evaluate import Decoder  # noqa: E402
 from mkgen.spec import schedule  # noqa: E402
 from mkgen.spec.load import load_spec  # noqa: E402
 from mkgen.spec.model import Run  # noqa: E402
-from rival.arrays import dtype_of  # noqa: E402
+from rival.arrays import dtype_of, to_fp8  # noqa: E402
+from rival.chance import busiest, mean_distinct  # noqa: E402
+from rival.hlo import Module  # noqa: E402
 from rival.layers import NoRival  # noqa: E402
-from rival.model import Rival  # noqa: E402
+from rival.measure import Bench, Case, extrapolate  # noqa: E402
+from rival.model import FORMS, Rival  # noqa: E402
+from rival.timing import Clock, step as timed_step  # noqa: E402
 
-CONTEXT, ROWS, STEPS = 16, 3, 3
+CONTEXT, ROWS, STEPS = 16, 2, 3
+TOLERANCE = 1e-4                                  # of the logits' standard deviation; both sides are float32
 SMALL = {
     "kimi_k3": dict(
         model=dict(hidden=128, vocab=64, mixer="(kda*3 mla)*2 mla", ffn="dense moe*8"), block=4,
@@ -65,13 +71,26 @@ def logical(graph, params, layer: int):
     return get
 
 
-@pytest.mark.parametrize("form", ["unrolled", "loop"])
+@pytest.fixture(scope="module")
+def reference():
+    """name -> (spec, graph, weights, tokens of each step, logits of each step): the reference runs once for both forms."""
+    @cache
+    def of(name: str):
+        spec = small(name)
+        graph = build_graph(spec)
+        params = RandomParams(graph, 5, spec)
+        decoder, tokens, steps = Decoder(graph, params, ROWS, CONTEXT, exact=True), np.array([1, 5, 40][:ROWS], np.int32), []
+        for t in range(STEPS):
+            steps.append((tokens, decoder.step(tokens, np.full(ROWS, t, np.int32))))
+            tokens = steps[-1][1].argmax(-1).astype(np.int32)
+        return spec, graph, params, steps
+    return of
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SMALL)
-def test_logits_of_the_rival_are_those_of_the_reference(name, form):
-    spec = small(name)
-    graph = build_graph(spec)
-    params = RandomParams(graph, 5, spec)
-    decoder = Decoder(graph, params, ROWS, CONTEXT, exact=True)
+def test_logits_of_the_rival_are_those_of_the_reference(reference, name, form):
+    spec, graph, params, steps = reference(name)
     rival = Rival(spec, ROWS, CONTEXT, form=form, exact=True)
     mesh = rival.mesh(jax.devices())
     step, shapes = rival.make_step(mesh), rival.abstract(mesh)
@@ -79,14 +98,10 @@ def test_logits_of_the_rival_are_those_of_the_reference(name, form):
     assert jax.tree.map(np.shape, made) == jax.tree.map(lambda x: x.shape, shapes[0])
     weights = jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), made, shapes[0])
     states = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), shapes[1])
-    tokens = np.array([1, 5, 40], np.int32)
-    for t in range(STEPS):
-        positions = np.full(ROWS, t, np.int32)
-        wanted = decoder.step(tokens, positions)
-        got, logits, states = step(weights, states, tokens, positions)
-        np.testing.assert_allclose(np.asarray(logits), wanted, atol=2e-3 * wanted.std(), rtol=0)
-        tokens = wanted.argmax(-1).astype(np.int32)
-        assert np.array_equal(np.asarray(got), tokens)
+    for t, (tokens, wanted) in enumerate(steps):
+        got, logits, states = step(weights, states, tokens, np.full(ROWS, t, np.int32))
+        np.testing.assert_allclose(np.asarray(logits), wanted, atol=TOLERANCE * wanted.std(), rtol=0)
+        assert np.array_equal(np.asarray(got), wanted.argmax(-1))
 
 
 def test_a_spec_with_more_than_the_rival_knows_is_refused():
@@ -94,3 +109,126 @@ def test_a_spec_with_more_than_the_rival_knows_is_refused():
     attention = replace(spec.model.mixers["attention"], softcap=5.0)
     with pytest.raises(NoRival, match="softcap"):
         Rival(replace(spec, model=replace(spec.model, mixers={"attention": attention})), 1, CONTEXT).parts
+
+
+def test_fp8_holds_mxfp4_exactly_and_scales_are_powers_of_two():
+    rng = np.random.default_rng(0)
+    w = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6, -3], (64, 8)) * np.exp2(rng.integers(-4, 3, (2, 8)).repeat(32, axis=0))
+    codes, scale = to_fp8(w.astype(np.float32), 64)
+    assert np.array_equal(codes.astype(np.float32) * scale, w) and np.array_equal(np.log2(scale) % 1, np.zeros_like(scale))
+
+
+# -- counters ------------------------------------------------------------------------------------------------------------
+
+LLO = ', backend_config={"bundle_analysis_data":{"estimated_cycles":"%d","flops":"0"}}'
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%inner (p.0: bf16[8,256,128], p.1: s32[]) -> bf16[256,128] {
+  %p.0 = bf16[8,256,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = s32[]{:T(128)} parameter(1)
+  ROOT %cut = bf16[1,256,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p.0, %p.1), dynamic_slice_sizes={1,256,128}
+}
+
+%body (b: (s32[], bf16[8,256,128])) -> (s32[], bf16[8,256,128]) {
+  %b = (s32[]{:T(128)}, bf16[8,256,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%b), index=0
+  %e = bf16[8,256,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%b), index=1
+  %next = s32[]{:T(128)S(6)} add(%i, %i)
+  %dot.9 = f32[1,128]{1,0:T(1,128)S(1)} fusion(%e, %i), kind=kOutput, calls=%inner, metadata={op_name="jit(step)/layer_0/experts/while/body/dot"}LLO(400)
+  ROOT %t = (s32[]{:T(128)}, bf16[8,256,128]{2,1,0:T(8,128)(2,1)}) tuple(%next, %e)
+}
+
+%cond (c: (s32[], bf16[8,256,128])) -> pred[] {
+  %c = (s32[]{:T(128)}, bf16[8,256,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  ROOT %less = pred[]{:T(512)} compare(%c, %c), direction=LT
+}
+
+%plain (q.0: bf16[256,128]) -> f32[1,128] {
+  %q.0 = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %d = f32[1,128]{1,0:T(1,128)} convert(%q.0)
+}
+
+ENTRY %main (w0: bf16[256,128], w1: bf16[256,128], x: bf16[8,256,128]) -> f32[1,128] {
+  %w0 = bf16[256,128]{1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="weights[\\'layers\\'][0][\\'mixer.in\\']"}
+  %w1 = bf16[256,128]{1,0:T(8,128)(2,1)} parameter(1), metadata={op_name="weights[\\'layers\\'][1][\\'mixer.in\\']"}
+  %x = bf16[8,256,128]{2,1,0:T(8,128)(2,1)} parameter(2), metadata={op_name="weights[\\'layers\\'][0][\\'ffn.expert_up\\']"}
+  %copy-start.1 = (bf16[256,128]{1,0:T(8,128)(2,1)S(1)}, bf16[256,128]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%w0)
+  %copy-done.1 = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.1)
+  %fusion.1 = f32[1,128]{1,0:T(1,128)S(1)} fusion(%copy-done.1), kind=kOutput, calls=%plain, metadata={op_name="jit(step)/layer_0/dot"}LLO(100)
+  %psum.1 = bf16[1,128]{1,0:T(2,128)S(1)} all-reduce(%fusion.1), to_apply=%cond, metadata={op_name="jit(step)/layer_0/psum"}LLO(1000)
+  %slice-start.1 = ((s8[65536]{0:T(1024)}), s8[32768]{0:T(1024)S(1)}, s32[]{:S(2)}) async-start(%w1), calls=%plain
+  %slice-start.2 = ((s8[65536]{0:T(1024)}), s8[32768]{0:T(1024)S(1)}, s32[]{:S(2)}) async-start(%w1), calls=%plain
+  %begin = (s32[]{:T(128)}, bf16[8,256,128]{2,1,0:T(8,128)(2,1)}) tuple(%psum.1, %x)
+  %loop = (s32[]{:T(128)}, bf16[8,256,128]{2,1,0:T(8,128)(2,1)}) while(%begin), condition=%cond, body=%body, metadata={op_name="jit(step)/layer_0/experts/while"}
+  %slice-done.1 = s8[32768]{0:T(1024)S(1)} async-done(%slice-start.1)
+  %slice-done.2 = s8[32768]{0:T(1024)S(1)} async-done(%slice-start.2)
+  %whole = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%slice-done.1, %slice-done.2), custom_call_target="ConcatBitcast"
+  %sum.2 = f32[1,128]{1,0:T(1,128)S(1)} fusion(%psum.1), kind=kLoop, calls=%plain, metadata={op_name="jit(step)/layer_1/add"}LLO(10)
+  ROOT %fusion.2 = f32[1,128]{1,0:T(1,128)S(1)} fusion(%whole), kind=kOutput, calls=%plain, metadata={op_name="jit(step)/layer_1/dot"}LLO(100)
+}
+"""
+WEIGHT = 256 * 128 * 2                              # bytes of one
+
+
+def module(experts):
+    import re
+    text = re.sub(r"LLO\((\d+)\)", lambda m: LLO % int(m[1]), TEXT)
+    return Module.parse(text, lambda scope: experts if scope.endswith("experts/while") else None)
+
+
+def test_launches_are_counted_as_often_as_they_run():
+    assert module(3.0).counts()["launches"] == 4 + 3 and module(0.0).counts()["launches"] == 4
+    assert module(3.0).counts()["collectives"] == 1
+    unsaid = module(None)
+    assert unsaid.counts()["launches"] == 5 and unsaid.untold == {"jit(step)/layer_0/experts/while"}
+
+
+def test_weights_on_their_way_across_a_layers_end():
+    found = module(1.0).prefetch(2)
+    assert found["into_vmem_bytes"] == 2 * WEIGHT and found["across_layers_bytes"] == WEIGHT
+    assert found["in_flight_mean_bytes"] == found["in_flight_most_bytes"] == WEIGHT
+
+
+def test_a_step_is_its_launches_and_the_waits_for_a_shared_memory():
+    fast = timed_step(module(2.0), 1e9)
+    assert fast["profile"] == 100 + 1000 + 2 * 400 + 10 + 100 and fast["cycles"] == pytest.approx(fast["profile"], abs=1)
+    assert timed_step(module(2.0), 1e9, exchanges=False)["profile"] == fast["profile"] - 1000
+    slow = timed_step(module(2.0), 200.0)            # nothing hides the first weight; the second moves beside the exchange
+    assert slow["bytes"] == 4 * WEIGHT and slow["cycles"] == pytest.approx(fast["profile"] + WEIGHT / 200)
+    tight = timed_step(module(2.0), 100.0)           # an expert now takes the memory for longer than its cycles, and the rest of the second waits
+    assert tight["cycles"] == pytest.approx(WEIGHT / 100 + 100 + 1000 + 2 * WEIGHT / 100 + 110)
+
+
+def test_a_copy_moves_while_others_compute_but_not_while_they_read():
+    clock = Clock(rate=10.0)
+    clock.start("a", 500.0)
+    clock.run(30.0, 0.0)                             # 300 of the 500 bytes
+    clock.run(10.0, 100.0)                           # reads all that the memory gives
+    clock.wait("a")
+    assert clock.now == 60.0 and clock.bytes == 600.0
+    clock.run(1.0, 200.0)                            # more than its cycles allow
+    assert clock.now == 80.0
+
+
+def test_experts_of_the_busiest_group():
+    assert mean_distinct(896, 16, 8, 1) == pytest.approx(2.0)
+    assert busiest(128, 8, 1, 1) == 8.0 and 2.2 < busiest(128, 8, 8, 1) < 2.8
+    assert busiest(128, 8, 8, 8) > mean_distinct(128, 8, 8, 8)
+
+
+def test_full_depth_from_a_few():
+    spec = load_spec(ROOT / "model_specs" / "kimi_k3.yaml")
+    kinds = [run.mixer for run in spec.model.schedule]
+    cost = lambda n: 50.0 + 3.0 * kinds[1:n].count("kda") + 7.0 * kinds[1:n].count("mla")
+    full, worst = extrapolate(spec, [{"layers": n, "cycles": cost(n)} for n in (1, 2, 4, 8)])
+    assert full["cycles"] == pytest.approx(cost(93)) and worst["cycles"] < 1e-9
+    with pytest.raises(ValueError, match="apart"):
+        extrapolate(spec, [{"layers": n, "cycles": cost(n)} for n in (2, 2)])
+
+
+def test_a_program_of_the_real_compiler(tmp_path):
+    """One layer, through the TPU compiler: its loop over experts is known, its launches have figures."""
+    bench = Bench(tmp_path, lambda text: None)
+    got = bench.profiled(Case("qwen3_30b_a3b", 2048, (1,)), 1, "unrolled", 1, 8)
+    assert got["launches_fixed"] > 20 and got["launches_per_expert"] >= 2 and got["untold_loops"] == []
+    assert got["collectives"] == 4 and got["cycles"] > got["free_cycles"] > 0 and got["cycles"] > got["mean_cycles"]

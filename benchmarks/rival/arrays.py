@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 AXES = ("ep", "tp")                               # the mesh: experts, and columns of an expert; everything else over both
 FP8_MAX = 448.0                                   # of float8_e4m3fn
 BLOCK = 256                                       # rows of an fp8 weight that share a scale
+SUBLANES = 8
 
 Get = Callable[..., np.ndarray]                   # (name[, expert]) -> logical weight of the layer, float32
 
@@ -57,14 +58,15 @@ def shared_heads(heads: int):
     return part
 
 
-def fused(k: int, ranks: int, parts: list[tuple[str, int, Callable]], dtype: str = "act") -> Leaf:
-    """Columns of several matrices [k, n] (taps: k rows) side by side, rank by rank; parts: (name, a rank's columns, which)."""
-    width = sum(n for _, n, _ in parts)
+def fused(k: int, ranks: int, parts: list[tuple[str, int, Callable]], dtype: str = "act", lanes: int = 1) -> Leaf:
+    """Columns of several matrices [k, n] (taps: k rows) side by side, rank by rank, each rank's filled up with zeros to whole `lanes`; parts: (name,
+    a rank's columns, which)."""
+    width = -(-sum(n for _, n, _ in parts) // lanes) * lanes
 
     def make(get: Get) -> np.ndarray:
         ws = [(get(name).reshape(k, -1), n, which) for name, n, which in parts]
-        mine = [which(w, rank, ranks) for rank in range(ranks) for w, _, which in ws]
-        assert all(m.shape == (k, n) for m, n in zip(mine, [n for _, n, _ in ws] * ranks)), [m.shape for m in mine]
+        filled = np.zeros((k, width - sum(n for _, n, _ in ws)), np.float32)
+        mine = [m for rank in range(ranks) for m in (*(which(w, rank, ranks) for w, _, which in ws), filled)]
         return np.concatenate(mine, axis=1)
 
     return Leaf((k, ranks * width), P(None, AXES), dtype, make)
@@ -86,8 +88,9 @@ def block_of(rows: int) -> int:
     return max(n for n in range(1, BLOCK + 1) if rows % n == 0)
 
 
-def expert_leaves(name: str, experts: int, k: int, f: int, gated: bool, tp: int, fp8: bool) -> dict[str, Leaf]:
-    """gate | up of a rank's columns side by side, and down; with fp8, scales a block of rows and column (float32)."""
+def expert_leaves(name: str, experts: int, k: int, f: int, gated: bool, tp: int, fp8: bool, padded: bool) -> dict[str, Leaf]:
+    """gate | up of a rank's columns side by side, and down; with fp8, scales a block of rows and column (float32), padded to whole tiles of
+    8 blocks a rank."""
     into = [f"{name}.expert_gate"] * gated + [f"{name}.expert_up"]
 
     def up(get: Get, e: int) -> np.ndarray:
@@ -105,9 +108,19 @@ def expert_leaves(name: str, experts: int, k: int, f: int, gated: bool, tp: int,
             leaves[role] = Leaf((experts, rows, columns), spec, "act", stack, "experts")
             continue
         block = block_of(local)
-        code = lambda get, i, make=make, block=block: np.stack([to_fp8(make(get, e), block)[i] for e in range(experts)])
-        leaves[role] = Leaf((experts, rows, columns), spec, "fp8", lambda get, code=code: code(get, 0), "experts")
-        leaves[f"{role}_scale"] = Leaf((experts, rows // block, columns), spec, "f32", lambda get, code=code: code(get, 1), "experts")
+        parts = rows // local
+        scales = -(-(local // block) // SUBLANES) * SUBLANES if padded else local // block
+
+        def code(get, make=make, block=block):
+            return np.stack([to_fp8(make(get, e), block)[0] for e in range(experts)])
+
+        def scale(get, make=make, block=block, parts=parts, scales=scales):
+            all_ = np.stack([to_fp8(make(get, e), block)[1] for e in range(experts)]).reshape(experts, parts, -1, make(get, 0).shape[1])
+            filled = np.pad(all_, ((0, 0), (0, 0), (0, scales - all_.shape[2]), (0, 0)))
+            return filled.reshape(experts, parts * scales, -1)
+
+        leaves[role] = Leaf((experts, rows, columns), spec, "fp8", code, "experts")
+        leaves[f"{role}_scale"] = Leaf((experts, parts * scales, columns), spec, "f32", scale, "experts")
     return leaves
 
 

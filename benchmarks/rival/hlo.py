@@ -42,6 +42,7 @@ class Instruction:
     scope: str                                        # op_name of its metadata: the source's scopes, then the primitive
     called: tuple[str, ...]                           # computations: body and condition of a while, what a call calls
     cycles: int | None                                # of the static LLO profile, where one was asked for
+    number: int = -1                                  # of a parameter
 
     @property
     def scalar(self) -> bool:
@@ -88,7 +89,7 @@ def instruction(line: str) -> Instruction | None:
         op = "slice-" + op.removeprefix("async-")
     scope, cycles = re.search(r'op_name="([^"]*)"', said), CYCLES.search(said)
     return Instruction(m["name"], op, arrays_of(m["type"]), tuple(re.findall(r"%([\w.\-]+)", inside)), scope[1].replace("\\", "") if scope else "",
-                       tuple(CALLED.findall(said)), int(cycles[1]) if cycles else None)
+                       tuple(CALLED.findall(said)), int(cycles[1]) if cycles else None, int(inside) if op == "parameter" else -1)
 
 
 @dataclass
@@ -143,34 +144,6 @@ class Module:
                 "kernels": sum(t for i, t in done if i.op == "custom-call"), "launches_in_program": len(done),
                 "instructions": sum(map(len, self.computations.values())),
                 "copied_bytes": sum(t * a.bytes for i, t in done if i.op == "copy" or i.name.startswith("copy") for a in i.arrays if a.space == HBM)}
-
-    # -- time ----------------------------------------------------------------------------------------------------------
-
-    def cycles(self, bytes_per_cycle: float) -> dict:
-        """Of the static LLO profile. `sum`: of all launches. `with_waits`: where a reader of an asynchronous copy waits for it, all copies in one
-        queue at the memory's rate. Both are low: nothing stands between two launches, and `without`, launches that have no figure, cost nothing."""
-        done = [(i, times) for i, times in self.runs() if i.launch]
-        without = {}
-        for i, times in done:
-            if i.cycles is None:
-                without[i.op] = without.get(i.op, 0) + times
-        return {"sum": sum(t * i.cycles for i, t in done if i.cycles is not None), "without": without,
-                "with_waits": self._timed(self.entry, bytes_per_cycle)}
-
-    def _timed(self, computation: str, rate: float) -> float:
-        now, queue, ends = 0.0, 0.0, {}
-        for i in self.computations[computation]:
-            if i.op in COPY_START:
-                queue = ends[i.name] = max(now, queue) + i.moved / rate
-            elif i.op in COPY_DONE:
-                now = max(now, ends.get(i.operands[0], now))
-            elif i.op == "while":
-                now += self.often(i) * self._timed(self.body(i), rate)
-            elif i.op == "call":
-                now += self._timed(i.called[0], rate)
-            elif i.launch:
-                now += i.cycles or 0
-        return now
 
     # -- weights on their way ------------------------------------------------------------------------------------------
 

@@ -32,10 +32,15 @@ class Setup:
     context: int
     exact: bool = False                           # float32 throughout, for the comparison with the reference
     masked_write: bool = False                    # caches are written by a select, not in place
+    padded: bool = False                          # to whole tiles, the arrays whose odd widths make XLA relay them out inside a loop
 
     @property
     def ranks(self) -> int:
         return self.ep * self.tp
+
+    @property
+    def lanes(self) -> int:
+        return 128 if self.padded else 1
 
     @property
     def act(self):
@@ -140,7 +145,7 @@ def gqa(name: str, a: Gqa, s: Setup) -> Part:
     d, heads, kv = a.head_dim, a.heads // s.ranks, max(1, a.kv_heads // s.ranks)
     widths = [heads * d, kv * d, kv * d] + [heads * d] * bool(a.gate)
     which = [even, shared_heads(a.kv_heads), shared_heads(a.kv_heads), even]
-    leaves = {"in": fused(s.hidden, s.ranks, [(f"{name}.{c}", n, w) for c, n, w in zip("qkvg", widths, which)]),
+    leaves = {"in": fused(s.hidden, s.ranks, [(f"{name}.{c}", n, w) for c, n, w in zip("qkvg", widths, which)], lanes=s.lanes),
               "out": row_parallel(f"{name}.o", a.heads * d, s.hidden)}
     if a.qk_norm:
         leaves |= {c: vector(f"{name}.{c}", d) for c in ("q_norm", "k_norm")}
@@ -172,7 +177,7 @@ def mla(name: str, a: Mla, s: Setup) -> Part:
     heads, nope, key, vd, rank = a.heads // s.ranks, a.nope_dim, a.rope_dim, a.v_dim, a.kv_rank
     widths = [a.q_rank, rank + key] + [heads * vd] * bool(a.gate)
     parts = [(f"{name}.q_a", widths[0], whole), (f"{name}.kv_a", widths[1], whole), (f"{name}.g", heads * vd, even)]
-    leaves = {"in": fused(s.hidden, s.ranks, parts[:len(widths)]), "q_norm": vector(f"{name}.q_norm", a.q_rank),
+    leaves = {"in": fused(s.hidden, s.ranks, parts[:len(widths)], lanes=s.lanes), "q_norm": vector(f"{name}.q_norm", a.q_rank),
               "kv_norm": vector(f"{name}.kv_norm", rank), "q_b": fused(a.q_rank, s.ranks, [(f"{name}.q_b", heads * (nope + key), even)]),
               "k_up": fused(rank, s.ranks, [(f"{name}.k_up", heads * nope, even)]),
               "v_up": fused(rank, s.ranks, [(f"{name}.v_up", heads * vd, even)]), "out": row_parallel(f"{name}.o", a.heads * vd, s.hidden)}
@@ -211,7 +216,7 @@ def linear(name: str, a: Linear, s: Setup) -> Part:
     parts = [(f"{name}.q", keys * kd, even), (f"{name}.k", keys * kd, even), (f"{name}.v", heads * vd, even), (f"{name}.g", heads * vd, even),
              (f"{name}.f_a", low, whole) if low else (f"{name}.f", channels, even), (f"{name}.b", heads, even)]
     convs = [(f"{name}.{c}_conv", n, even) for c, n in (("q", keys * kd), ("k", keys * kd), ("v", heads * vd))]
-    leaves = {"in": fused(s.hidden, s.ranks, parts), "conv": fused(taps, s.ranks, convs, "f32"), "a": sharded_vector(f"{name}.a", a.heads),
+    leaves = {"in": fused(s.hidden, s.ranks, parts, lanes=s.lanes), "conv": fused(taps, s.ranks, convs, "f32"), "a": sharded_vector(f"{name}.a", a.heads),
               "dt_bias": sharded_vector(f"{name}.dt_bias", channels * s.ranks), "o_norm": vector(f"{name}.o_norm", vd),
               "out": row_parallel(f"{name}.o", a.heads * vd, s.hidden)}
     if low:

@@ -55,7 +55,8 @@ class Rival:
     def setup(self) -> Setup:
         ranks = self.spec.build.ranks
         ep = self.expert_parallel or self.spec.build.expert_parallel
-        return Setup(self.spec.model.hidden, ep, ranks // ep, self.rows, self.context, self.exact, self.masked_write)
+        return Setup(self.spec.model.hidden, ep, ranks // ep, self.rows, self.context, self.exact, self.masked_write,
+                     padded=self.form == "loop")
 
     def mesh(self, devices) -> Mesh:
         s = self.setup

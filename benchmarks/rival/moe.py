@@ -24,9 +24,10 @@ def moe(name: str, f: Moe, s: Setup, fp8: bool) -> Part:
     need(bool(f.latent) or not f.shared_width, f"{name}: a shared expert without a latent")
     wide, local, width = f.latent or s.hidden, f.experts // s.ep, f.width // s.tp
     shared, narrow = f.shared_width // s.ranks, (f.experts // s.ranks, f.latent // s.ranks)
-    leaves = expert_leaves(name, f.experts, wide, f.width, f.gated, s.tp, fp8)
+    leaves = expert_leaves(name, f.experts, wide, f.width, f.gated, s.tp, fp8, s.padded)
     if f.latent:
-        leaves["gathered"] = fused(s.hidden, s.ranks, [(f"{name}.router", narrow[0], even), (f"{name}.latent_down", narrow[1], even)])
+        leaves["gathered"] = fused(s.hidden, s.ranks, [(f"{name}.router", narrow[0], even), (f"{name}.latent_down", narrow[1], even)],
+                                   lanes=s.lanes)
         leaves["latent_up"] = row_parallel(f"{name}.latent_up", f.latent, s.hidden)
         leaves |= {"latent_norm": vector(f"{name}.latent_norm", f.latent)} if f.latent_norm else {}
     else:
@@ -39,7 +40,7 @@ def moe(name: str, f: Moe, s: Setup, fp8: bool) -> Part:
 
     def apply(w, state, h, positions):
         if f.latent:                              # router and latent are shared out by columns, and gathered together
-            mine = product(s, h, w["gathered"])
+            mine = product(s, h, w["gathered"])[:, :sum(narrow)]
             parts = lax.all_gather(mine, AXES, axis=1, tiled=False)
             logits, x = (p.reshape(s.rows, -1) for p in split(parts, *narrow))
         else:
@@ -110,7 +111,8 @@ def expert_product(s: Setup, x, w, role: str, e, fp8: bool):
     if not fp8:
         return y
     scale = one_of(w[f"{role}_scale"], e)                                                    # [blocks, N]
-    return jnp.sum(y.reshape(s.rows, *scale.shape) * scale, axis=1)
+    y = y.reshape(s.rows, -1, scale.shape[1])
+    return jnp.sum(y * scale[:y.shape[1]], axis=1)
 
 
 def one_of(stack, e):
