@@ -193,10 +193,11 @@ def test_a_step_is_its_launches_and_the_waits_for_a_shared_memory():
     fast = timed_step(module(2.0), 1e9)
     assert fast["profile"] == 100 + 1000 + 2 * 400 + 10 + 100 and fast["cycles"] == pytest.approx(fast["profile"], abs=1)
     assert timed_step(module(2.0), 1e9, exchanges=False)["profile"] == fast["profile"] - 1000
-    slow = timed_step(module(2.0), 200.0)            # nothing hides the first weight; the second moves beside the exchange
-    assert slow["bytes"] == 4 * WEIGHT and slow["cycles"] == pytest.approx(fast["profile"] + WEIGHT / 200)
-    tight = timed_step(module(2.0), 100.0)           # an expert now takes the memory for longer than its cycles, and the rest of the second waits
-    assert tight["cycles"] == pytest.approx(WEIGHT / 100 + 100 + 1000 + 2 * WEIGHT / 100 + 110)
+    # nothing hides the first weight; the second has what two experts leave of the memory, and its reader waits for the rest
+    slow, rest = timed_step(module(2.0), 200.0), WEIGHT - (2 * 400 * 200 - 2 * WEIGHT)
+    assert slow["bytes"] == 4 * WEIGHT and slow["cycles"] == pytest.approx(fast["profile"] + (WEIGHT + rest) / 200)
+    tight = timed_step(module(2.0), 100.0)           # an expert now takes the memory for longer than its own cycles
+    assert tight["cycles"] == pytest.approx(100 + 1000 + 10 + 100 + 4 * WEIGHT / 100)
 
 
 def test_a_copy_moves_while_others_compute_but_not_while_they_read():

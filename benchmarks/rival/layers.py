@@ -18,6 +18,9 @@ from mkgen.spec.model import Activation, Gqa, Linear, Mla, Mlp, Rope
 from rival.arrays import AXES, Leaf, even, fused, row_parallel, shared_heads, sharded_vector, vector, whole
 
 
+LANES = 128
+
+
 class NoRival(Exception):
     """The spec has something that the rival was not written for."""
 
@@ -40,7 +43,7 @@ class Setup:
 
     @property
     def lanes(self) -> int:
-        return 128 if self.padded else 1
+        return LANES if self.padded else 1
 
     @property
     def act(self):
@@ -105,13 +108,13 @@ def split(x, *widths):
 
 # -- attention -----------------------------------------------------------------------------------------------------------
 
-def write_token(s: Setup, cache, new, positions):
-    """cache [B, ..., T, d] with new [B, ..., d] at each row's position: in place, one small slice a row."""
-    new, axis = jnp.expand_dims(new, -2).astype(cache.dtype), cache.ndim - 2
+def write_token(s: Setup, cache, new, positions, axis: int = -2):
+    """cache [B, ...] with new (without the axis of tokens) at each row's position: in place, one small slice a row."""
+    axis %= cache.ndim
+    new = jnp.expand_dims(new, axis).astype(cache.dtype)
     if s.masked_write:
-        t = jnp.arange(cache.shape[-2])[:, None]
-        here = t == positions.reshape((-1,) + (1,) * (cache.ndim - 1))
-        return jnp.where(here, new, cache)
+        t = jnp.arange(cache.shape[axis]).reshape((-1,) + (1,) * (cache.ndim - 1 - axis))
+        return jnp.where(t == positions.reshape((-1,) + (1,) * (cache.ndim - 1)), new, cache)
     for row in range(s.rows):
         at = [row] + [0] * (cache.ndim - 1)
         at[axis] = positions[row]
@@ -181,16 +184,16 @@ def mla(name: str, a: Mla, s: Setup) -> Part:
               "kv_norm": vector(f"{name}.kv_norm", rank), "q_b": fused(a.q_rank, s.ranks, [(f"{name}.q_b", heads * (nope + key), even)]),
               "k_up": fused(rank, s.ranks, [(f"{name}.k_up", heads * nope, even)]),
               "v_up": fused(rank, s.ranks, [(f"{name}.v_up", heads * vd, even)]), "out": row_parallel(f"{name}.o", a.heads * vd, s.hidden)}
-    cache = State((s.rows, s.context, rank + key), P(), "act", True)
+    cache = State((s.rows, rank + key, s.context), P(), "act", True)     # tokens on the lanes, as XLA's products want them: else it turns the cache
 
     def apply(w, state, h, positions):
         q, kv, *g = split(product(s, h, w["in"]), *widths)
         q = product(s, rms(q, w["q_norm"], a.rank_eps), w["q_b"]).reshape(s.rows, heads, nope + key) * (a.scale or (nope + key) ** -0.5)
         token = jnp.concatenate([rms(kv[:, :rank], w["kv_norm"], a.rank_eps), kv[:, rank:]], -1)
-        cache = write_token(s, state["latent"], token, positions)
+        cache = write_token(s, state["latent"], token, positions, axis=2)
         up = contract(s, "bhn,khn->bhk", q[..., :nope], w["k_up"].reshape(rank, heads, nope))
-        p = attend(contract(s, "bhk,btk->bht", jnp.concatenate([up, q[..., nope:]], -1), cache), positions)
-        o = contract(s, "bht,btk->bhk", p, cache[..., :rank])
+        p = attend(contract(s, "bhk,bkt->bht", jnp.concatenate([up, q[..., nope:]], -1), cache), positions)
+        o = contract(s, "bht,bkt->bhk", p, cache)[..., :rank]    # of the shared key too: a slice of the cache would be strided
         o = contract(s, "bhk,khv->bhv", o, w["v_up"].reshape(rank, heads, vd)).reshape(s.rows, -1)
         if g:
             o = o * jax.nn.sigmoid(g[0])

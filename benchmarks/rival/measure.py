@@ -184,10 +184,13 @@ def routed(spec: Spec) -> Moe | None:
     return next((f for f in spec.model.ffns.values() if isinstance(f, Moe)), None)
 
 
+MOST_GROUPS = 8                                       # beyond, the busiest group reads more bytes the more groups there are, and a compile takes minutes
+
+
 def layouts(spec: Spec) -> list[int]:
-    """Every way to lay experts over the ranks that divides."""
+    """Ways to lay experts over the ranks that divide."""
     moe, ranks = routed(spec), spec.build.ranks
-    return [ep for ep in range(1, ranks + 1) if moe and ranks % ep == 0 and moe.experts % ep == 0 and moe.width % (ranks // ep) == 0]
+    return [ep for ep in range(1, min(ranks, MOST_GROUPS) + 1) if moe and ranks % ep == 0 and moe.experts % ep == 0 and moe.width % (ranks // ep) == 0]
 
 
 def text_of(where: Path) -> str:
