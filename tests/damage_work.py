@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from damage_tools import changed, kind, pick, steps, swapped, with_region
+from damage_tools import changed, kind, most, pick, steps, swapped, with_region
 
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Advance, Loop, Step
@@ -146,9 +146,15 @@ def heads_of_another_block(plan, r):
 
 @kind
 def step_dropped(plan, r):
-    return changed(
-        plan, r, lambda n: isinstance(n, Step) and (n.template, n.macro) != ("attention", "item"), lambda n: ()
-    )
+    """But one that only names an item, and one that lists the experts beyond the slots where there never are any."""
+
+    def hit(n):
+        if not isinstance(n, Step) or (n.template, n.macro) == ("attention", "item"):
+            return False
+        rest = (n.template, n.macro) == ("experts", "take_rest")
+        return not rest or most(plan, n.args["image"].kind, "EXPERT_SLOTS") > plan.spec.build.expert_slots
+
+    return changed(plan, r, hit, lambda n: ())
 
 
 @kind

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mkgen.check import Finding, check_plan
+from mkgen.check.drift import Group, too_early
 from mkgen.check.shorten import short_layers
 from mkgen.graph.build import build_graph
 from mkgen.plan.plan import Plan
@@ -374,3 +375,14 @@ def test_the_short_schedule_takes_every_step_of_the_real_one():
     short = [kinds[n] for n in short_layers(kinds)]
     assert set(zip(short, short[1:])) == set(zip(kinds, kinds[1:]))
     assert short[0] == kinds[0] and short[-1] == kinds[-1] and len(short) < len(kinds)
+
+
+def drifting(order: str) -> Group:
+    """`s` and `f`: the starts and finishes of a group's uses, in order."""
+    return Group([n for n, c in enumerate(order) if c == "s"], [n for n, c in enumerate(order) if c == "f"])
+
+
+def test_a_peer_that_is_a_phase_ahead_meets_nobody_in_a_place():
+    """One exchange at a time needs two parts, two at a time four: the message of use k says that its sender has read use k - 2."""
+    assert too_early(drifting("sfsfsfsf"), 1) == 1 and too_early(drifting("sfsfsfsf"), 2) is None
+    assert [too_early(drifting("ssffssffssff"), n) for n in (1, 2, 3, 4)] == [1, 2, 3, None]

@@ -18,7 +18,7 @@ from mkgen.plan.planner import make_plan
 from mkgen.spec.load import load_spec
 from mkgen.targets import load_target
 
-QUICK, MANY = range(14), range(1000, 1110)  # seeds of random specs
+QUICK, MANY = range(10), range(1000, 1100)  # seeds of random specs
 SOUND = range(2000, 2060)
 MODELS = sorted(p.stem for p in (ROOT / "model_specs").glob("*.yaml"))
 
@@ -42,14 +42,14 @@ def test_there_are_many_kinds_of_damage():
 
 def test_no_damage_is_accepted():
     made, missed = accepted(QUICK)
-    assert missed == [] and made.total() > 400, made
+    assert missed == [] and made.total() > 300, made
 
 
 @pytest.mark.slow
 def test_no_damage_is_accepted_in_thousands():
     made, missed = accepted(MANY)
     assert missed == []
-    assert made.total() > 3000 and all(made[name] >= 3 for name in damage.KINDS), made
+    assert made.total() > 3500 and all(made[name] >= 3 for name in damage.KINDS), made
 
 
 def test_no_sound_plan_has_findings():

@@ -61,6 +61,7 @@ INBOX_WORDS = "[m.inbox[here, stage.first + i, :, :width] for i in range(stage.s
 
 # name: (template, what stands there, what is put there, how the finding begins); each a mistake that someone can make
 DAMAGE = {
+    "no collective id": ("kernel.py.j2", "{{ 0 if plan.mesh.stages else", "{{ none if plan.mesh.stages else", "code"),
     "wait of a chunk dropped": (
         "lib/tape.py.j2",
         "        tape_copy(m, g).wait()\n        use(i, g)",

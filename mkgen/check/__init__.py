@@ -3,13 +3,14 @@
 `tape` and `memory` hold counts and sizes against each other; `run` walks a short schedule (`shorten`) with the
 numbers of a few scenarios (`scenario`), on stand-ins for the kernel's refs (`refs`, `names`, `model`), and asks
 `flight` whether each copy and each step may happen now, `exchange` whether the exchanges are in order, and `values`
-whether what is read was made.
+whether what is read was made, `spread` whether sums are whole, `drift` whether ranks that drift apart can meet in a place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from mkgen.check.drift import check_drift
 from mkgen.check.exchange import check_places
 from mkgen.check.findings import Finding, Report, Stop
 from mkgen.check.memory import check_memory
@@ -55,6 +56,8 @@ def check_runs(plan: Plan, variants: tuple[int, ...], report: Report) -> None:
             traces.setdefault(tuple(trace or ()), str(scenario))
     if ledger:
         ledger.finish(report)
+    for trace in traces:
+        guarded(report, "drift", lambda trace=trace: check_drift(plan, trace, report))
     if len(traces) > 1 and not report.seen:
         names = list(traces.values())
         report.add(

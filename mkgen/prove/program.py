@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from mkgen.prove.control import Control
 
 @dataclass
 class Program:
-    """One row variant. `kernel(rank, *calls)` runs its control slice (`control.CALLS`)."""
+    """One row variant. `kernel(rank, *calls)` runs its control slice (`control.CALLS`); params: what the compiler is told."""
 
     rows: int
     names: list[str]
     control: Control
+    params: Any = None
 
     def __post_init__(self) -> None:
         self.kernel = self.control.function()
@@ -47,4 +49,4 @@ def trace_program(plan: Plan, module, rows: int) -> Program:
     jaxpr = calls[0].params["jaxpr"]
     if len(names) != len(jaxpr.invars):
         raise ValueError(f"the kernel takes {len(jaxpr.invars)} refs, the module names {len(names)}")
-    return Program(rows, names, Control(jaxpr, names))
+    return Program(rows, names, Control(jaxpr, names), calls[0].params.get("compiler_params"))

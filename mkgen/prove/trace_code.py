@@ -102,8 +102,28 @@ class Variant:
             self.program: Program = trace_program(plan, module, rows)
         finally:
             module.LAYERS = layers
+        self.limits()
         self.item = {b.name: ITEM.get(b.dtype, 4) for b in plan.buffers.values()}
         self.hbm = {"tape", "embedding", *(image.name for image in plan.experts), *plan.states.values()}
+
+    def limits(self) -> None:
+        """What the compiler is told: a collective id if ranks exchange and none if they do not, the chip's VMEM, no elimination."""
+        told, exchanges = self.program.params, self.plan.mesh.ranks > 1
+        found = {name: getattr(told, name, None) for name in ("collective_id", "vmem_limit_bytes", "has_side_effects")}
+        good = {
+            "collective_id": isinstance(found["collective_id"], int) and found["collective_id"] >= 0
+            if exchanges
+            else found["collective_id"] is None,
+            "vmem_limit_bytes": found["vmem_limit_bytes"] == self.plan.target.vmem_bytes,
+            "has_side_effects": bool(found["has_side_effects"]),
+        }
+        for name in (n for n, right in good.items() if not right):
+            self.report.add(
+                "code",
+                "compiler parameters",
+                f"{name} is {found[name]}",
+                f"{self.plan.mesh.ranks} ranks, {self.plan.target.name}",
+            )
 
     def alone(self, scenario: Scenario) -> None:
         """One rank's trace against the plan, and by itself."""

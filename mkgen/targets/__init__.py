@@ -37,6 +37,7 @@ class Target:
     vmem_bytes: int
     vmem_usable_bytes: int
     smem_bytes: int
+    dma_semaphores: int                          # the most that a kernel can declare
     hbm_bytes: int
     hbm_bytes_per_s: float                       # reached, many copies outstanding
     hbm_bytes_per_s_nominal: float
