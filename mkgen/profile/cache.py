@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mkgen.profile.scoreboard import Cycles
 
-FORMAT = 5                               # of the files, and of what the scoreboard makes of a listing: raised when either changes
+FORMAT = 6                               # of the files, and of what the scoreboard makes of a listing: raised when either changes
 _seen: dict[str, Cycles] = {}
 
 

@@ -19,13 +19,13 @@ REDUCE, PERMUTE, TRANSPOSE = 141, 127, 68            # XLU: lane reductions; lan
 XLU_BUSY = 4                             # an XLU takes one operand in so many
 TRANSCENDENTAL = 10                      # EUP: exp2, reciprocal, rsqrt, ...
 TO_SCALAR = 49                           # vpush to spop
-VECTOR = 2                               # a vector ALU's result to its next reader
+VECTOR = 2                               # a vector ALU's result to its next reader; selects, masks and moves have theirs at once
 BUSY = {"push": PUSH, "turned": TURNED, "left": LEFT, "xlu": XLU_BUSY, "other": 1}
 XLUS = (".xlu0", ".xlu1")
 TRIPS = 4                                # a loop is replayed so often, and counted on from its last trip
 UNIT = re.compile(r"\.(mxu|xlu)(\d)")
 EUP = ("vrsqrt", "vexp2", "vrcp", "vlog2", "vtanh", "vpow2", "vsinq", "vcosq", "verf", "vsigmoid")
-QUICK = ("vld", "vpop", "vstv", "vmov", "vlaneseq", "vphi")
+QUICK = ("vld", "vpop", "vstv", "vmov", "vlaneseq", "vphi", "vsel", "vcmp", "vnez", "vmand", "vmor", "vmxor", "vmneg", "vmmov", "vcmask")
 
 
 @dataclass(frozen=True)
