@@ -1,6 +1,7 @@
 """Hand-written kernels as schedules, and the page that holds the simulator against their measurements."""
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from described import Expression, Reader, _Load, _Mark, draw, evaluate, load, refilled          # noqa: E402
+from described import Expression, Reader, _Load, _Mark, cycles_table, draw, evaluate, load, refilled          # noqa: E402
 from handwritten import CHIP, at_most, events_of, step                                          # noqa: E402
 from validation import DMA, EXCHANGE, fits, lines, mean_error, published, seconds_of           # noqa: E402
 
@@ -139,3 +140,16 @@ def test_fewer_messages_carry_the_same_bytes():
     few = at_most(7, [send])[0]
     assert few.peers == 7 and few.peers * few.bytes == pytest.approx(31 * 700, abs=7)
     assert at_most(31, [send]) == [send]
+
+
+@pytest.mark.slow
+def test_cycles_of_a_phase_come_out_again():
+    """By the TPU compiler that is installed; the file says what another version might change."""
+    import subprocess
+    names = ["bf16_1024x1024x1", "argmax_896_1", "int4_expert"]
+    made = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "phases.py"), *names], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""})
+    found = {line.split()[1]: float(line.split()[0]) for line in made.stdout.splitlines() if len(line.split()) > 2 and line.split()[1] in names}
+    assert set(found) == set(names), made.stdout + made.stderr[-2000:]
+    for name in names:
+        assert found[name] == pytest.approx(cycles_table()[name], rel=0.02), name
