@@ -1,13 +1,14 @@
 """A hand-written kernel's description (benchmarks/handwritten/*.yaml) as events for the simulator.
 
 A schedule says what one core does in a step, phase by phase, in the order of its program. Its numbers are bytes, descriptors,
-peers, and cycles from phases.py, each with its source; never a measured step. An action is a mapping; its first key says what it is:
+peers, and cycles from phases.py, each with its source; never a measured step. An action is a mapping, which its first key names:
 
     work: CYCLES                  the core computes; `op` names it
     pause: SECONDS                neither work nor a wait; `why` names it
     fetch: NAME                   starts a copy of `bytes` in `descriptors`; `stream` says of what; `writes: true`: to HBM;
                                   `next: true`: for the layer after this
-    group: KEY                    the fetches under `groups: KEY`; `{mixer}` and `{ffn}` in it stand for kinds, with `next: true` the next layer's
+    group: KEY                    the fetches under `groups: KEY`; `{mixer}` and `{ffn}` in it stand for the layer's kinds; with
+                                  `next: true` those of the next layer
     wait: NAME                    until that copy has arrived; [NAME, …]: all of them
     send: NAME                    a phase of an exchange over `factors`, to `peers`, `bytes` each
     receive: NAME
@@ -24,9 +25,11 @@ peers, and cycles from phases.py, each with its source; never a measured step. A
     layers: COLUMN                for each layer, in run-length form: the actions under `kinds` of its names
     repeat: COUNT                 `do`
 
-Expressions know rows, position, layer, experts (of this layer), the file's `values`, which may be expressions, and `options`, which
-may not, the names in cycles.yaml, and min, max, ceil and floor. A caller may replace any of them. `{rows}` in a string is replaced first.
+Expressions know rows, position, layer, experts (of this layer), the file's `values`, which may be expressions, and `options`,
+which may not, the names in cycles.yaml, and min, max, ceil and floor. A caller may replace any of them. `{rows}` in a string
+is replaced first.
 """
+
 from __future__ import annotations
 
 import ast
@@ -46,9 +49,21 @@ from mkgen.spec.schedule import expand
 
 HERE = Path(__file__).resolve().parent / "handwritten"
 SEED = 20260
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-             ast.Mod: operator.mod, ast.USub: operator.neg, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
-             ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 FUNCTIONS = {"min": min, "max": max, "ceil": math.ceil, "floor": math.floor}
 
 
@@ -109,6 +124,7 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
 @dataclass(frozen=True)
 class Schedule:
     """One file. `options`: values that a caller may replace (`wire`, `dense`, …)."""
+
     name: str
     text: dict[str, Any]
 
@@ -121,7 +137,7 @@ def load(name: str) -> Schedule:
 
 
 def draw(experts: int, top_k: int, rows: int, groups: int, layers: int, seed: int) -> np.ndarray:
-    """Distinct experts of the busiest of `groups` equal groups, for each layer: every row takes top_k of them, all alike likely."""
+    """Distinct experts of the busiest of `groups` equal groups, for each layer; every row takes top_k, all equally likely."""
     rng = np.random.default_rng(seed)
     chosen = rng.random((layers, rows, experts)).argpartition(top_k, axis=-1)[..., :top_k]
     hit = np.zeros((layers, experts), bool)
@@ -132,6 +148,7 @@ def draw(experts: int, top_k: int, rows: int, groups: int, layers: int, seed: in
 @dataclass(frozen=True)
 class _Load:
     """A place where the ring's next load is consumed."""
+
     where: Where
     bytes: int
     descriptors: int
@@ -141,6 +158,7 @@ class _Load:
 @dataclass(frozen=True)
 class _Mark:
     """prime, hold or release of the ring."""
+
     where: Where
     what: str
 
@@ -148,12 +166,13 @@ class _Mark:
 @dataclass
 class Reader:
     """Walks the actions of a schedule; `events()` gives the step, the ring's refills put in."""
+
     schedule: Schedule
     names: dict[str, Any]
     seed: int = SEED
     layer: int | None = None
     phase: str = "ends"
-    started: int = 0                     # experts of this layer whose copies are under way
+    started: int = 0  # experts of this layer whose copies are under way
     out: list[Event | _Load | _Mark] = field(default_factory=list)
 
     def __post_init__(self):
@@ -201,8 +220,16 @@ class Reader:
 
     def do_fetch(self, name: str, action: dict) -> None:
         ahead = action.get("next", False)
-        self.out.append(Fetch(self.at(name), self.key(name, ahead), int(self.of(action["bytes"])), action["stream"],
-                              action.get("writes", False), int(self.of(action.get("descriptors", 1)))))
+        self.out.append(
+            Fetch(
+                self.at(name),
+                self.key(name, ahead),
+                int(self.of(action["bytes"])),
+                action["stream"],
+                action.get("writes", False),
+                int(self.of(action.get("descriptors", 1))),
+            )
+        )
 
     def do_group(self, key: str, action: dict) -> None:
         layer = (self.layer + 1 if self.layer is not None else 0) if action.get("next") else self.layer
@@ -218,8 +245,15 @@ class Reader:
             self.out.append(Await(self.at(name), self.key(name)))
 
     def do_send(self, name: str, action: dict) -> None:
-        self.out.append(Send(self.at(name), self.key("x " + name), tuple(action["factors"].split()), int(self.of(action["peers"])),
-                             int(self.of(action["bytes"]))))
+        self.out.append(
+            Send(
+                self.at(name),
+                self.key("x " + name),
+                tuple(action["factors"].split()),
+                int(self.of(action["peers"])),
+                int(self.of(action["bytes"])),
+            )
+        )
 
     def do_receive(self, name: str, action: dict) -> None:
         self.out.append(Receive(self.at(name), self.key("x " + name)))
@@ -233,8 +267,14 @@ class Reader:
     def do_ring(self, matrix: str, action: dict) -> None:
         loads = self.schedule.text["loads"][filled(matrix, self.names)]
         for _ in range(int(self.of(action.get("times", 1))) * int(self.of(loads["loads"]))):
-            self.out.append(_Load(self.at(matrix), int(self.of(loads["bytes"])), int(self.of(loads.get("descriptors", 1))),
-                                  float(self.of(loads["cycles"]))))
+            self.out.append(
+                _Load(
+                    self.at(matrix),
+                    int(self.of(loads["bytes"])),
+                    int(self.of(loads.get("descriptors", 1))),
+                    float(self.of(loads["cycles"])),
+                )
+            )
 
     def do_prime(self, _: Any, action: dict) -> None:
         self.out.append(_Mark(self.at("prime"), "prime"))
@@ -273,7 +313,10 @@ class Reader:
     def fetch_expert(self, routed: dict, e: int) -> None:
         for part in routed["parts"]:
             for copy in part["copies"]:
-                self.do_fetch(f"expert {e} {copy['name']}", {"bytes": copy["bytes"], "stream": "experts", "descriptors": copy.get("descriptors", 1)})
+                self.do_fetch(
+                    f"expert {e} {copy['name']}",
+                    {"bytes": copy["bytes"], "stream": "experts", "descriptors": copy.get("descriptors", 1)},
+                )
 
     def do_tiles(self, name: str, action: dict) -> None:
         cache = self.schedule.text["caches"][name]
@@ -314,11 +357,11 @@ class Reader:
 
 
 def refilled(items: list[Event | _Load | _Mark], banks: int) -> list[Event]:
-    """The ring's loads are known only when the step is: load g + banks starts when load g has been consumed, or when the hold ends."""
+    """The events with the ring's refills in them: load g + banks starts when load g has been consumed, or when the hold ends."""
     loads = [i for i in items if isinstance(i, _Load)]
     out: list[Event] = []
     issued = consumed = 0
-    held: int | None = None                              # refills wait: so many loads may be issued when it ends
+    held: int | None = None  # refills wait: so many loads may be issued when it ends
 
     def issue(upto: int, where: Where) -> None:
         nonlocal issued
@@ -326,9 +369,10 @@ def refilled(items: list[Event | _Load | _Mark], banks: int) -> list[Event]:
             load = loads[issued]
             out.append(Fetch(where, ("ring", issued), load.bytes, "tape", False, load.descriptors))
             issued += 1
+
     for item in items:
         if isinstance(item, _Load):
-            if consumed >= issued:                       # a hold may not starve the ring
+            if consumed >= issued:  # a hold may not starve the ring
                 issue(consumed + 1, item.where)
             out.append(Await(item.where, ("ring", consumed)))
             out.append(Work(item.where, item.cycles))

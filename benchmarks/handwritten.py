@@ -1,11 +1,12 @@
 """Steps of published hand-written kernels in this project's simulator: python benchmarks/handwritten.py [NAME ...] [--json]
 
-Each kernel is a schedule in benchmarks/handwritten/ (described.py says what its words mean), replayed against the same chip, with the same
-draws of experts as a plan of mkgen's: uniform routing, a fixed seed, at least 1,000 layers drawn, each waiting for its busiest
+Each kernel is a schedule in benchmarks/handwritten/ (described.py says what its words mean), replayed against the same chip, on
+the same terms as a plan of mkgen's: uniform routing, a fixed seed, at least 1,000 layers drawn, each waiting for its busiest
 rank. Default terms are those of the comparison: independent rows, the last position of the context. `--as-published` takes each
 kernel's own: where it stood in its context, and rows that are all alike where they were. `few`: as if exchanges with more than 7
 peers cost no more messages than those with 7 do.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -14,15 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Callable, Sequence
 
 from described import SEED, Event, Reader, Schedule, load
+
 from mkgen.simulate.engine import replay
 from mkgen.simulate.events import Send
 from mkgen.simulate.timeline import Timeline
 from mkgen.targets import Target, load_target
 
 CHIP = "tpu7x"
-DRAWS = 1000                             # layers whose experts are drawn, at least
-HOST_LATENCY = (1.0, 1.5, 2.0)           # exchanges between hosts, as multiples of those within one
-VARIANTS = {                             # name -> schedule, context of the comparison, options
+DRAWS = 1000  # layers whose experts are drawn, at least
+HOST_LATENCY = (1.0, 1.5, 2.0)  # exchanges between hosts, as multiples of those within one
+VARIANTS = {  # name -> schedule, context of the comparison, options
     "kimi_k3": ("kimi_k3", 1152, {}),
     "muse_spark_int4": ("muse_spark", 4096, {"identical": False}),
     "muse_spark_nvfp4_int8": ("muse_spark", 4096, {"format": "nvfp4", "dense": "int8", "identical": False}),
@@ -34,6 +36,7 @@ VARIANTS = {                             # name -> schedule, context of the comp
 @dataclass(frozen=True)
 class Step:
     """Means over all drawn steps. ends: seconds outside the layers."""
+
     seconds: float
     ends: float
     hbm_bytes: float
@@ -56,12 +59,21 @@ def events_of(schedule: Schedule, rows: int, draws: int = DRAWS, **options) -> l
 
 def step(events: Sequence[list[Event]], target: Target, **scale) -> Step:
     lines = [replay(e, target, **scale) for e in events]
-    ends = [sum(s.seconds for s in line.spans if s.track in ("core", "wait", "pause") and s.where.layer is None) for line in lines]
+    ends = [
+        sum(s.seconds for s in line.spans if s.track in ("core", "wait", "pause") and s.where.layer is None) for line in lines
+    ]
 
     def mean(values):
         values = list(values)
         return sum(values) / len(values)
-    return Step(mean(x.seconds for x in lines), mean(ends), mean(x.hbm_bytes for x in lines), mean(x.hbm_busy for x in lines), tuple(lines))
+
+    return Step(
+        mean(x.seconds for x in lines),
+        mean(ends),
+        mean(x.hbm_bytes for x in lines),
+        mean(x.hbm_busy for x in lines),
+        tuple(lines),
+    )
 
 
 def saves(events: Sequence[list[Event]], target: Target, belongs: Callable[[Event], bool]) -> float:
@@ -72,12 +84,15 @@ def saves(events: Sequence[list[Event]], target: Target, belongs: Callable[[Even
 
 def at_most(peers: int, events: list[Event]) -> list[Event]:
     """The same bytes, in no more messages than an exchange with so many peers has."""
-    return [replace(e, peers=peers, bytes=e.bytes * e.peers // peers) if isinstance(e, Send) and e.peers > peers else e for e in events]
+    return [
+        replace(e, peers=peers, bytes=e.bytes * e.peers // peers) if isinstance(e, Send) and e.peers > peers else e
+        for e in events
+    ]
 
 
 def predicted(name: str, as_published: bool = False, draws: int = DRAWS) -> dict:
-    """{rows: {"ms": {host latency: …}, "ms_few": …, "hbm_gb": …, "hbm_busy": …}} of a variant. ms_few: as if no exchange cost more
-    messages than those with 7 peers, the most that anything was published for."""
+    """{rows: {"ms": {host latency: …}, "ms_few": …, "hbm_gb": …, "hbm_busy": …}} of a variant. ms_few: as if no exchange cost
+    more messages than those with 7 peers, the most that anything was published for."""
     schedule_name, context, options = VARIANTS[name]
     schedule, target = load(schedule_name), load_target(CHIP)
     if as_published:
@@ -90,8 +105,13 @@ def predicted(name: str, as_published: bool = False, draws: int = DRAWS) -> dict
         events = events_of(schedule, rows, draws, **options)
         by = {x: step(events, target, host_latency=x) for x in (HOST_LATENCY if crosses else (1.0,))}
         few = step([at_most(7, e) for e in events], target).ms
-        out[rows] = {"ms": {str(x): round(s.ms, 4) for x, s in by.items()}, "ms_few": round(few, 4), "hbm_gb": round(by[1.0].hbm_bytes / 1e9, 3),
-                     "hbm_busy": round(by[1.0].hbm_busy / by[1.0].seconds, 3), "steps": len(events)}
+        out[rows] = {
+            "ms": {str(x): round(s.ms, 4) for x, s in by.items()},
+            "ms_few": round(few, 4),
+            "hbm_gb": round(by[1.0].hbm_bytes / 1e9, 3),
+            "hbm_busy": round(by[1.0].hbm_busy / by[1.0].seconds, 3),
+            "steps": len(events),
+        }
     return out
 
 
@@ -105,11 +125,18 @@ def main() -> None:
     if asked.json:
         print(json.dumps(found, indent=1))
         return
-    print(f"{'ms a step, by exchanges between hosts':44}{'rows':>5}" + "".join(f"{f'x {h}':>8}" for h in HOST_LATENCY) + f"{'few':>8}{'HBM GB':>9}{'busy':>7}")
+    print(
+        f"{'ms a step, by exchanges between hosts':44}{'rows':>5}"
+        + "".join(f"{f'x {h}':>8}" for h in HOST_LATENCY)
+        + f"{'few':>8}{'HBM GB':>9}{'busy':>7}"
+    )
     for name, by_rows in found.items():
         for rows, r in by_rows.items():
-            print(f"{name:44}{rows:5}" + "".join(f"{r['ms'].get(str(h), ''):>8}" if str(h) in r["ms"] else f"{'':8}" for h in HOST_LATENCY)
-                  + f"{r['ms_few']:8.4}{r['hbm_gb']:9.2f}{r['hbm_busy']:7.0%}")
+            print(
+                f"{name:44}{rows:5}"
+                + "".join(f"{r['ms'].get(str(h), ''):>8}" if str(h) in r["ms"] else f"{'':8}" for h in HOST_LATENCY)
+                + f"{r['ms_few']:8.4}{r['hbm_gb']:9.2f}{r['hbm_busy']:7.0%}"
+            )
 
 
 if __name__ == "__main__":

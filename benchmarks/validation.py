@@ -1,9 +1,10 @@
-"""Predictions beside every published measurement of the hand-written kernels: python benchmarks/validation.py [-o docs/validation.md]
+"""Predictions beside every published time of the hand-written kernels: python benchmarks/validation.py [-o docs/validation.md]
 
 Measurements are in handwritten/published.yaml, schedules beside it, constants in mkgen/targets/tpu7x.yaml. Nothing here is fitted
 while the page is made; the fits that gave the constants are repeated, whole and with each point left out, and must come out where
 the constants are.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -14,16 +15,16 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scipy.optimize import least_squares
-
 from described import HERE, Reader, cycles_table, load
 from handwritten import CHIP, events_of, saves, step
+from scipy.optimize import least_squares
+
 from mkgen.simulate.engine import replay
 from mkgen.simulate.events import Receive, Send, Work
 from mkgen.targets import Target, load_target
 from mkgen.targets.exchange import phase_seconds
 
-TURNS = 4, 12                            # a phase is turned so often; the difference counts
+TURNS = 4, 12  # a phase is turned so often; the difference counts
 MUSE = "muse_spark"
 DMA = "dma_bytes_per_s", "dma_descriptor_s"
 EXCHANGE = "exchange_latency_s", "exchange_message_s", "exchange_bytes_per_s"
@@ -32,13 +33,14 @@ EXCHANGE = "exchange_latency_s", "exchange_message_s", "exchange_bytes_per_s"
 @dataclass(frozen=True)
 class Line:
     """A measurement beside its prediction, both in `unit`."""
+
     group: str
     what: str
     unit: str
     measured: float | None
     predicted: float
-    use: str                             # fit | held | none
-    given: str                           # the measurement as published
+    use: str  # fit | held | none
+    given: str  # the measurement as published
 
     @property
     def error(self) -> float:
@@ -102,13 +104,32 @@ def lines(target: Target) -> list[Line]:
     out = []
     for group in ("phases", "exchanges"):
         for entry in published()[group]:
-            out.append(Line(group, entry["what"], "us", entry["us"], seconds_of(entry["predict"], target) * 1e6, entry["use"],
-                            entry.get("range", f"{entry['us']:g}")))
+            out.append(
+                Line(
+                    group,
+                    entry["what"],
+                    "us",
+                    entry["us"],
+                    seconds_of(entry["predict"], target) * 1e6,
+                    entry["use"],
+                    entry.get("range", f"{entry['us']:g}"),
+                )
+            )
     for entry in published()["steps"]:
         schedule = load(entry["predict"]["schedule"])
         for rows, ms in entry["ms"].items():
             took = step(events_of(schedule, rows, **entry["predict"].get("options", {})), target)
-            out.append(Line("steps", f"{entry['what']}, {rows} row{'s' * (rows > 1)}", "ms", ms, took.ms, entry["use"], entry.get("range", f"{ms:g}")))
+            out.append(
+                Line(
+                    "steps",
+                    f"{entry['what']}, {rows} row{'s' * (rows > 1)}",
+                    "ms",
+                    ms,
+                    took.ms,
+                    entry["use"],
+                    entry.get("range", f"{ms:g}"),
+                )
+            )
     return out
 
 
@@ -122,8 +143,16 @@ def gains(target: Target) -> list[tuple[dict, float]]:
         if key not in known:
             known[key] = step(events_of(schedule, rows, **options), target).seconds
         return known[key]
-    return [(e, (seconds(e["predict"]["rows"], e["predict"]["after"]) - seconds(e["predict"]["rows"], e["predict"]["before"]))
-             * 1e6 / schedule.layer_count()) for e in published()["gains"]]
+
+    return [
+        (
+            e,
+            (seconds(e["predict"]["rows"], e["predict"]["after"]) - seconds(e["predict"]["rows"], e["predict"]["before"]))
+            * 1e6
+            / schedule.layer_count(),
+        )
+        for e in published()["gains"]
+    ]
 
 
 def mean_error(found: list[Line]) -> float:
@@ -146,28 +175,36 @@ def predict_dma(entry: dict, target: Target) -> float:
 
 def fit_exchange(entries: list[dict], target: Target) -> Target:
     """The three constants of a phase, least squares of the logarithms."""
+
     def with_(x):
         return replace(target, **dict(zip(EXCHANGE, (x[0] * 1e-6, x[1] * 1e-6, x[2] * 1e9))))
 
     def errors(x):
         return [np.log(rounds(e["predict"]["rounds"], with_(x)) * 1e6 / e["us"]) for e in entries]
+
     return with_(least_squares(errors, [1.5, 0.3, 71.0]).x)
 
 
 def fits(target: Target) -> dict[str, tuple[Target, list[tuple[str, float, float]]]]:
     """name of the fit -> (constants fitted on all, [(what, error, error when left out)])."""
     out = {}
-    for name, group, fit, predict in (("dma", "phases", fit_dma, predict_dma),
-                                      ("exchange", "exchanges", fit_exchange, lambda e, t: rounds(e["predict"]["rounds"], t) * 1e6)):
+    for name, group, fit, predict in (
+        ("dma", "phases", fit_dma, predict_dma),
+        ("exchange", "exchanges", fit_exchange, lambda e, t: rounds(e["predict"]["rounds"], t) * 1e6),
+    ):
         entries = [e for e in published()[group] if e.get("fit") == name]
         whole = fit(entries, target)
-        without = [fit(entries[:n] + entries[n + 1:], target) for n in range(len(entries))]
-        out[name] = whole, [(e["what"], predict(e, whole) / e["us"] - 1, predict(e, t) / e["us"] - 1) for e, t in zip(entries, without)]
+        without = [fit(entries[:n] + entries[n + 1 :], target) for n in range(len(entries))]
+        out[name] = (
+            whole,
+            [(e["what"], predict(e, whole) / e["us"] - 1, predict(e, t) / e["us"] - 1) for e, t in zip(entries, without)],
+        )
     return out
 
 
 def main() -> None:
     from validation_page import page
+
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("-o", type=Path, help="none: prints it")
     asked = asked.parse_args()

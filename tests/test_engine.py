@@ -1,4 +1,5 @@
 """The replay against cases that are worked out by hand, and against what must hold for any events."""
+
 from __future__ import annotations
 
 import random
@@ -28,7 +29,10 @@ def copies(events, target=PLAIN):
 
 def test_work_follows_work():
     assert tracks([Work(AT, 3), Pause(AT, 2.0, "dispatch"), Work(AT, 1)]) == [
-        ("core", 0, 3, "matmul"), ("pause", 3, 5, "dispatch"), ("core", 5, 6, "matmul")]
+        ("core", 0, 3, "matmul"),
+        ("pause", 3, 5, "dispatch"),
+        ("core", 5, 6, "matmul"),
+    ]
 
 
 def test_a_copy_behind_work():
@@ -39,7 +43,9 @@ def test_a_copy_behind_work():
 
 def test_a_copy_that_is_there_is_not_waited_for():
     assert tracks([Fetch(AT, "a", 2, "tape"), Work(AT, 3), Await(AT, "a"), Work(AT, 1)]) == [
-        ("core", 0, 3, "matmul"), ("core", 3, 4, "matmul")]
+        ("core", 0, 3, "matmul"),
+        ("core", 3, 4, "matmul"),
+    ]
 
 
 def test_two_copies_share_the_memory():
@@ -61,13 +67,13 @@ def test_the_last_come_waits_for_a_lane():
     events = [Fetch(AT, "a", 6, "tape"), Fetch(AT, "b", 2, "tape"), Fetch(AT, "c", 1, "cache")]
     assert copies(events, replace(PLAIN, dma_lanes=2)) == [(0, 9, 6), (0, 4, 2), (0, 6, 1)]
     assert [end for _, end, _ in copies(events, replace(PLAIN, dma_lanes=1))] == [6, 8, 9]
-    assert [end for _, end, _ in copies(events)] == [9, 5, 3]       # a lane for each
+    assert [end for _, end, _ in copies(events)] == [9, 5, 3]  # a lane for each
 
 
 def test_descriptors_and_latency():
     target = replace(PLAIN, dma_descriptor_s=0.5, dma_latency_s=10.0)
     events = [Fetch(AT, "a", 5, "tape", descriptors=2), Await(AT, "a")]
-    assert copies(events, target) == [(0, 16, 6)]                   # 5 bytes, 2 halves, 10 of latency
+    assert copies(events, target) == [(0, 16, 6)]  # 5 bytes, 2 halves, 10 of latency
     assert tracks(events, target) == [("wait", 0, 16, "tape")]
 
 
@@ -78,8 +84,16 @@ def test_reads_and_writes_share_and_the_step_ends_with_its_writes():
 
 
 def test_a_key_started_twice_is_waited_for_in_order():
-    assert tracks([Fetch(AT, "a", 2, "tape"), Await(AT, "a"), Fetch(AT, "a", 3, "tape"), Fetch(AT, "a", 1, "tape"),
-                   Await(AT, "a"), Await(AT, "a")]) == [("wait", 0, 2, "tape"), ("wait", 2, 6, "tape")]
+    assert tracks(
+        [
+            Fetch(AT, "a", 2, "tape"),
+            Await(AT, "a"),
+            Fetch(AT, "a", 3, "tape"),
+            Fetch(AT, "a", 1, "tape"),
+            Await(AT, "a"),
+            Await(AT, "a"),
+        ]
+    ) == [("wait", 0, 2, "tape"), ("wait", 2, 6, "tape")]
 
 
 def test_a_wait_without_a_start():
@@ -91,19 +105,28 @@ def test_a_wait_without_a_start():
         replay([Fetch(AT, "a", 1, "tape"), Await(AT, "a"), Await(AT, "a")], PLAIN)
 
 
-LINKS = replace(PLAIN, cores_per_chip=2, sibling_latency_s=7.0, sibling_bytes_per_s=2.0, exchange_latency_s=10.0,
-                exchange_message_s=1.0, exchange_bytes_per_s=1.0, link_latency_s=12.0, link_bytes_per_s=1.0)
+LINKS = replace(
+    PLAIN,
+    cores_per_chip=2,
+    sibling_latency_s=7.0,
+    sibling_bytes_per_s=2.0,
+    exchange_latency_s=10.0,
+    exchange_message_s=1.0,
+    exchange_bytes_per_s=1.0,
+    link_latency_s=12.0,
+    link_bytes_per_s=1.0,
+)
 
 
 def test_an_exchange_by_hand():
-    assert phase_seconds(LINKS, 3, 0) == 13.0                        # three messages, ten of latency
+    assert phase_seconds(LINKS, 3, 0) == 13.0  # three messages, ten of latency
     assert phase_seconds(LINKS, 4, 0, factors=("chip",)) == 14.0
     assert phase_seconds(LINKS, 1, 8, factors=("core",)) == 7 + 4
-    assert phase_seconds(LINKS, 4, 1, factors=("chip", "core")) == 10 + 5        # hypot(4 messages, 3 of their bytes)
-    assert phase_seconds(LINKS, 3, 0, latency=2.0) == 24.0           # of the message alone; 20 + 3 otherwise
+    assert phase_seconds(LINKS, 4, 1, factors=("chip", "core")) == 10 + 5  # hypot(4 messages, 3 of their bytes)
+    assert phase_seconds(LINKS, 3, 0, latency=2.0) == 24.0  # of the message alone; 20 + 3 otherwise
     assert phase_seconds(LINKS, 3, 0, factors=("host",), host_latency=2.0) == 24.0
     assert phase_seconds(LINKS, 3, 0, factors=("chip",), host_latency=2.0) == 13.0
-    assert phase_seconds(LINKS, 1, 0, factors=("chip",)) == 12.0     # a message alone
+    assert phase_seconds(LINKS, 1, 0, factors=("chip",)) == 12.0  # a message alone
     assert phase_seconds(LINKS, 0, 99) == 0.0
     with pytest.raises(MkgenError, match="'lane'"):
         phase_seconds(LINKS, 3, 0, factors=("lane",))
@@ -128,10 +151,20 @@ def random_events(seed: int) -> list:
         if kind == "work":
             events.append(Work(AT, rng.randrange(0, 9000)))
         elif kind == "fetch":
-            events.append(Fetch(AT, n, rng.randrange(1, 3_000_000), rng.choice(("tape", "experts")), rng.random() < 0.2, rng.randint(1, 5)))
+            events.append(
+                Fetch(AT, n, rng.randrange(1, 3_000_000), rng.choice(("tape", "experts")), rng.random() < 0.2, rng.randint(1, 5))
+            )
             pending.append(n)
         elif kind == "send":
-            events.append(Send(AT, n, rng.choice((("core",), ("chip",), ("host", "chip", "core"))), rng.choice((1, 3, 7)), rng.randrange(0, 70_000)))
+            events.append(
+                Send(
+                    AT,
+                    n,
+                    rng.choice((("core",), ("chip",), ("host", "chip", "core"))),
+                    rng.choice((1, 3, 7)),
+                    rng.randrange(0, 70_000),
+                )
+            )
             sent.append(n)
         elif kind == "pause":
             events.append(Pause(AT, rng.random() * 1e-6, "dispatch"))
@@ -148,7 +181,7 @@ def test_what_holds_for_any_events(seed):
     line = replay(events, target)
     at = 0.0
     for span in (s for s in line.spans if s.track in ("core", "wait", "pause")):
-        assert span.begin == at and span.end > at                   # no gap, no overlap
+        assert span.begin == at and span.end > at  # no gap, no overlap
         at = span.end
     assert at == line.seconds
     fetches = [e for e in events if isinstance(e, Fetch)]
@@ -171,6 +204,7 @@ def test_less_of_anything_is_never_faster(seed):
 
     def seconds(**scale):
         return replay(events, target, **scale).seconds
+
     for knob, values in (("hbm", (1.3, 1.0, 0.7)), ("latency", (0.5, 1.0, 2.0)), ("host_latency", (1.0, 1.5, 2.0))):
         took = [seconds(**{knob: v}) for v in values]
         assert took == sorted(took) and took[0] < took[-1], knob
@@ -184,6 +218,7 @@ def test_latency_and_links_add_up():
 def test_a_long_step_is_replayed_quickly():
     """No step of time: the cost goes by events. 20,000 of them with 40 copies outstanding."""
     import time
+
     events = []
     for n in range(5000):
         events += [Fetch(AT, n, 1_000_000, "tape"), Work(AT, 600)]

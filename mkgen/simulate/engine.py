@@ -20,7 +20,8 @@ EXCHANGE = "exchange"                    # what the core waits for at a Receive
 DRAIN = "drain"                          # ... at the end of the step: copies that no event waits for
 
 
-def replay(events: Iterable[Event], target: Target, *, hbm: float = 1.0, latency: float = 1.0, host_latency: float = 1.0) -> Timeline:
+def replay(events: Iterable[Event], target: Target, *, hbm: float = 1.0, latency: float = 1.0,
+           host_latency: float = 1.0) -> Timeline:
     """The step's timeline.
 
     hbm scales the memory's rate; latency that of the links; host_latency that of exchanges between hosts, where nothing has been
@@ -78,7 +79,8 @@ class _Replay:
         arrives = self.links_free + took.latency
         self.last_message = max(self.last_message, arrives)
         self.messages[event.key].append(arrives)
-        self.spans.append(Span("link", self.now, arrives, "+".join(event.factors), event.where, event.peers * event.bytes, took.seconds))
+        self.spans.append(Span("link", self.now, arrives, "+".join(event.factors), event.where, event.peers * event.bytes,
+                               took.seconds))
 
     def receive(self, event: Receive) -> None:
         self.idle(self.oldest(self.messages, event, "exchange"), EXCHANGE, event.where)

@@ -1,8 +1,8 @@
 """HBM as a server of a few lanes, over which all copies go.
 
-A copy is one or several descriptors. A descriptor of `bytes` needs bytes / bytes_per_s + descriptor_s of service; it waits, in the order
-of starts, for one of `lanes`, and those in a lane share the memory in equal parts. A copy has arrived `latency_s` after the last of it.
-People with the chip found both that its DMA engine serves outstanding descriptors in rotation, so that more in flight delays all,
+A copy is one or several descriptors. A descriptor of `bytes` needs bytes / bytes_per_s + descriptor_s of service; it waits, in the
+order of starts, for one of `lanes`, and those in a lane share the memory in equal parts. A copy has arrived `latency_s` after the
+last of it. People with the chip found both that its DMA engine serves outstanding descriptors in rotation, so that more in flight delays all,
 and that the order of starts matters: with one lane the first would be missed, with a lane for each descriptor the second.
 
 Work goes by *virtual time*, the service that each lane in use has had so far: a descriptor ends at a virtual time that is

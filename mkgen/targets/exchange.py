@@ -38,7 +38,7 @@ def phase(target: Target, peers: int, message_bytes: int, *, factors: tuple[str,
     """One phase with `peers` messages of `message_bytes` out and in.
 
     factors: the mesh factors in which its ranks differ; none: all peers are on other chips of the host.
-    latency scales the latencies, not the cost of messages and bytes; host_latency does so where the ranks are on several hosts."""
+    latency scales the latencies, not the cost of messages and bytes; host_latency does so where ranks are on several hosts."""
     unknown = [f for f in factors if f not in FACTORS]
     if unknown:
         raise MkgenError(f"an exchange over {unknown[0]!r}: mesh factors are {', '.join(FACTORS)}")
