@@ -140,15 +140,12 @@ def late_wait_dropped(plan: Plan, region: str) -> Plan:
     return with_region(plan, region, body=Seq(plan.regions[region].body.nodes[:-1]))
 
 
-def stages_swapped(plan: Plan, region: str, kind: str) -> Plan:
-    names = [name for name, _, _ in plan.mesh.stages]
-    other = {names[0]: names[1], names[1]: names[0]}
+def other_group(plan: Plan, region: str, kind: str) -> Plan:
+    """An exchange over one mesh factor instead of all ranks."""
+    name = plan.mesh.stages[0][0]
 
     def swap(nodes):
-        return tuple(
-            replace(n, factor=other.get(n.factor, n.factor)) if isinstance(n, Collective) and n.kind == kind else n
-            for n in nodes
-        )
+        return tuple(replace(n, stage=name) if isinstance(n, Collective) and n.kind == kind else n for n in nodes)
 
     return with_region(plan, region, body=Seq(swap(plan.regions[region].body.nodes)))
 
@@ -157,7 +154,7 @@ def in_a_loop(plan: Plan, region: str) -> Plan:
     """The first exchange of the region moves into a loop over data."""
     nodes = plan.regions[region].body.nodes
     at = next(k for k, n in enumerate(nodes) if isinstance(n, Collective))
-    count = 2 * len(plan.mesh.stages)
+    count = 2 * nodes[at].rounds
     loop = Loop("some", "i", "m.tokens[0] % 2", nodes[at : at + count], bound=1)
     return with_region(plan, region, body=Seq((*nodes[:at], loop, *nodes[at + count :])))
 
@@ -259,17 +256,20 @@ DAMAGE = {
         ),
         "state",
     ),
-    "finish dropped": (lambda p: damaged(p, "kda", is_part("reduce", "finish"), nothing), "exchange"),
+    "finish dropped": (lambda p: damaged(p, "kda", is_part("scatter", "finish"), nothing), "exchange"),
     "start of an exchange dropped": (lambda p: damaged(p, "mla", is_part("gather", "start"), nothing), "exchange"),
-    "stages out of order": (lambda p: stages_swapped(p, "mla", "gather"), "exchange"),
+    "group of too few": (lambda p: other_group(p, "mla", "gather"), "exchange"),
     "payload too wide": (
-        lambda p: damaged(p, "kda", is_part("reduce", "start"), lambda n: (replace(n, args=(n.args[0], "99999")),)),
+        lambda p: damaged(p, "kda", is_part("scatter", "start"), lambda n: (replace(n, widths=(99999,)),)),
         "exchange",
     ),
     "sum used too early": (lambda p: moved_up(p, "dense", is_step("block_add")), "exchange"),
-    "gather not put": (lambda p: damaged(p, "moe", is_step("gather_put"), nothing), "exchange"),
+    "source of another width": (
+        lambda p: damaged(p, "moe", is_part("gather", "start"), lambda n: (replace(n, sources=("m.h[...]", *n.sources[1:])),)),
+        "exchange",
+    ),
     "remote buffer touched": (
-        lambda p: damaged(p, "moe", is_step("block_add"), lambda n: (replace(n, writes=(*n.writes, "inbox")),)),
+        lambda p: damaged(p, "moe", is_step("block_add"), lambda n: (replace(n, writes=(*n.writes, next(b for b in p.buffers if b.startswith("inbox_")))),)),
         "exchange",
     ),
     "exchange in a loop over data": (lambda p: in_a_loop(p, "begin"), "exchange"),

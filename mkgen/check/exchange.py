@@ -1,6 +1,10 @@
-"""Exchanges between ranks: their stages in order, one at a time, their payloads within the buffers that peers write."""
+"""Exchanges between ranks: their rounds in order, one at a time, their messages within the buffers that peers write."""
 
 from __future__ import annotations
+
+import re
+from itertools import combinations
+from math import prod
 
 from mkgen.check.findings import Report
 from mkgen.plan.plan import Plan
@@ -8,176 +12,162 @@ from mkgen.plan.regions import Collective, Step
 from mkgen.plan.tape import LANES
 
 
+
 class Exchanges:
     """One run's exchanges. `trace` is the sequence that must be the same on every rank, whatever its data."""
 
     def __init__(self, plan: Plan, rows: int, report: Report):
         self.report = report
-        self.stages = [name for name, _, _ in plan.mesh.stages]
+        self.groups = groups(plan)
         self.ranks = plan.mesh.ranks
         self.dims = {b.name: b.dims(rows) for b in plan.buffers.values() if b.space in ("vmem", "out")}
-        self.remote = {b.name for b in plan.buffers.values() if b.remote}
+        self.remote = {b.name for b in plan.buffers.values() if b.remote or b.name.startswith("outbox_")}
         self.trace: list[tuple] = []
-        self.now: tuple | None = None  # (kind, args) of the exchange in progress
-        self.done = 0  # its finished stages
-        self.open = False  # a stage has been started and not finished
+        self.now: Collective | None = None  # the exchange in progress, as its first round started it
+        self.done = 0  # its finished rounds
+        self.open = False  # a round has been started and not finished
         self.where = ""
-        self.put: int | None = None  # width of this rank's piece, from gather_put to gather_take
-        self.full = False  # every piece has arrived
-        self.best: str | None = None  # whose greedy token is at hand: local, or of all ranks
 
     @property
-    def busy(self) -> str | None:
-        """The buffer that an unfinished reduction still sums into."""
-        return self.now[1][0][2:] if self.now and self.now[0] == "reduce" and self.now[1] else None
+    def busy(self) -> set[str]:
+        """The buffers that an unfinished exchange will fill."""
+        return {name for t in self.now.targets for name in named(t)} if self.now else set()
 
     def stage(self, n: Collective, where: str) -> None:
-        self.trace.append((n.kind, n.part, n.factor, n.args))
+        self.trace.append((n.kind, n.part, n.stage, n.round, n.sources))
         add = self.report.add
-        if n.factor not in self.stages:
-            add("exchange", where, f"{n.kind} over {n.factor}", "the mesh has no such factor of size above 1")
+        if n.stage not in self.groups:
+            add("exchange", where, f"{n.kind} over {n.stage}", "the mesh has no such group of more than one rank")
             return
         if n.part == "start":
             self.begin(n, where)
-        elif not self.open:
-            add("exchange", where, f"{n.kind} over {n.factor} is finished", "it was not started")
-        else:
-            if self.now[0] != n.kind or self.stages[self.done] != n.factor or n.args and n.args != self.now[1]:
-                add(
-                    "exchange",
-                    where,
-                    f"finishes {n.kind}{n.args} over {n.factor}, started was {self.now} over {self.stages[self.done]}",
-                    "start and finish are of different exchanges",
-                )
-            self.open, self.done = False, self.done + 1
-            if self.done == len(self.stages):
-                self.full = self.full or self.now[0] == "gather"
-                self.best = "all" if self.now[0] == "greedy" else self.best
-                self.now = None
+            return
+        if not self.open:
+            add("exchange", where, f"round {n.round} of {n.kind} over {n.stage} is finished", "it was not started")
+            return
+        if same(n) != same(self.now) or n.round != self.done or n.stage != self.over:
+            add("exchange", where, f"finishes round {n.round} of {n.kind}{n.sources} over {n.stage}, started was round {self.done} of "
+                f"{self.now.kind}{self.now.sources} over {self.over}", "start and finish are of different exchanges")
+        self.open, self.done = False, self.done + 1
+        if self.done == self.now.rounds:
+            self.now = None
 
     def begin(self, n: Collective, where: str) -> None:
         add = self.report.add
         if self.open:
-            add(
-                "exchange",
-                where,
-                f"{n.kind} over {n.factor} starts before {self.now[0]} ({self.where}) is finished",
-                "one exchange at a time",
-            )
-        elif self.now and (self.now != (n.kind, n.args)):
-            add(
-                "exchange",
-                where,
-                f"{n.kind}{n.args} starts after {self.done} of {len(self.stages)} stages of {self.now} ({self.where})",
-                "an exchange needs all its stages",
-            )
+            add("exchange", where, f"{n.kind} over {n.stage} starts before {self.now.kind} ({self.where}) is finished", "one exchange at a time")
+        elif self.now and (same(self.now) != same(n) or n.round != self.done):
+            add("exchange", where, f"round {n.round} of {n.kind}{n.sources} starts after {self.done} of {self.now.rounds} rounds of "
+                f"{self.now.kind} ({self.where})", "an exchange needs all its rounds, in order")
             self.now = None
         if self.now is None:
-            self.now, self.done, self.where = (n.kind, n.args), 0, where
-            self.payload(n, where)
-        if self.stages[min(self.done, len(self.stages) - 1)] != n.factor:
-            add(
-                "exchange",
-                where,
-                f"stage {self.done} of {n.kind} is over {n.factor}",
-                f"the order is {', '.join(self.stages)}",
-            )
-            self.done = self.stages.index(n.factor)
-        self.open = True
+            self.now, self.done, self.where = n, 0, where
+            if n.round:
+                add("exchange", where, f"{n.kind} begins with round {n.round}", "the first round is 0")
+            self.route(n, where)
+            self.values(n, where)
+        want = n.path[min(n.round, n.rounds - 1)]
+        if n.stage != want:
+            add("exchange", where, f"round {n.round} of {n.kind} is over {n.stage}", f"{want} is its turn")
+        self.message(n, where)
+        self.open, self.over = True, n.stage
 
-    def payload(self, n: Collective, where: str) -> None:
-        """The message fits the place that the peers write; the value that is exchanged is as wide as is said."""
-        inbox, gather = self.dims.get("inbox"), self.dims.get("gather")
-        width = 2 * LANES if n.kind == "greedy" else number(n.args[-1] if n.args else "")
-        room = gather if n.kind == "gather" else inbox
-        if width is None or width <= 0:
-            self.report.add("exchange", where, f"{n.kind}{n.args}", "the width of an exchange is a literal")
-        elif room is None or -(-width // LANES) * LANES > room[-1]:
-            self.report.add("exchange", where, f"{n.kind} of {width} words", f"the buffer takes {room and room[-1]}")
-        if n.kind == "reduce":
-            dims = self.dims.get(n.args[0][2:])
-            if dims is None or width and dims[-1] < width:
-                self.report.add(
-                    "exchange", where, f"reduces {width} columns of {n.args[0]}", f"it has the shape {dims}"
-                )
-        if n.kind == "greedy" and self.best != "local":
-            self.report.add("exchange", where, "compares tokens", "no step has found this rank's own")
-        if n.kind == "gather" and (self.put != width or self.full):
-            self.report.add(
-                "exchange",
-                where,
-                f"gathers pieces of {width} words",
-                f"the piece put in place has {self.put}" if not self.full else "the gather before was not taken out",
-            )
+    def route(self, n: Collective, where: str) -> None:
+        """The groups of all rounds follow one another through the mesh, innermost first (a scatter's last first), up to all ranks."""
+        at = 1
+        for name in reversed(n.path) if n.kind == "scatter" else n.path:
+            size, stride = self.groups.get(name, (1, 0))
+            if stride != at:
+                self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"a group {at} apart is missing before {name}")
+            at *= size
+        if at != self.ranks:
+            self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"that reaches {at} of {self.ranks} ranks")
+
+    def message(self, n: Collective, where: str) -> None:
+        """What is sent fits the place that the peers write, and goes to all of the group."""
+        size, _ = self.groups[n.stage]
+        sizes = [self.groups.get(name, (1, 1))[0] for name in n.path]
+        times = {"gather": prod(sizes[:n.round]), "scatter": prod(sizes[n.round + 1:])}.get(n.kind, 1)
+        words = -(-sum(n.widths) * times // LANES) * LANES
+        inbox, outbox = (self.dims.get(f"{box}_{n.stage}") for box in ("inbox", "outbox"))
+        for name, room in (("inbox", inbox), *([("outbox", outbox)] if n.kind == "scatter" else [])):
+            if room is None or room[-1] < words:
+                self.report.add("exchange", where, f"{n.kind} of {words} words a row", f"its {name} takes {room and room[-1]}")
+        if n.words != words or n.peers != size - 1:
+            self.report.add("exchange", where, f"says {n.peers} messages of {n.words} words a row", f"there are {size - 1} of {words}")
+
+    def values(self, n: Collective, where: str) -> None:
+        """Sources are as wide as what leaves, targets as what comes."""
+        add = self.report.add
+        if not len(n.sources) == len(n.targets) == len(n.widths) or min(n.widths, default=0) <= 0:
+            add("exchange", where, f"{len(n.sources)} sources, {len(n.targets)} targets, widths {n.widths}", "one width above 0 for each")
+        out = self.ranks if n.kind == "scatter" else 1
+        back = self.ranks if n.kind == "gather" else 1
+        for source, target, width in zip(n.sources, n.targets, n.widths):
+            last = out - 1 if n.kind == "scatter" else 0         # the last runs may be padding in part
+            for text, need, least in ((source, out * width, out * width - last), (target, back * width, back * width)):
+                columns, most = self.columns(text), need if n.kind != "reduce" or text == source else LANES**3
+                if columns is None or not least <= columns <= most:
+                    add("exchange", where, f"{n.kind}s {width} columns: {text} has {columns}", f"{need} are needed")
+
+    def columns(self, text: str) -> int | None:
+        """Columns of a source text: those of its slice, or of the whole buffer."""
+        found = re.search(r"m\.(\w+)(?:\[:, (\d*):(\d+)\])?", text)
+        dims = found and self.dims.get(found.group(1))
+        if not dims:
+            return None
+        first, last = int(found.group(2) or 0), int(found.group(3) or dims[-1])
+        return last - first if last <= dims[-1] else None
 
     def step(self, n: Step, where: str) -> None:
-        """Steps may touch neither the remote buffers (but to put and take) nor a sum before it is complete."""
+        """Steps touch neither the remote buffers, nor what an exchange will fill before it is over."""
         touched = {*n.reads, *n.writes}
-        if n.template != "exchange":
-            for name in touched & self.remote:
-                self.report.add("exchange", where, f"touches {name}", "peers write there: only exchanges may touch it")
-        elif n.macro == "gather_put":
-            if self.now or self.put is not None:
-                self.report.add("exchange", where, "puts a piece in place", "the exchange before is not over")
-            self.put, self.full = number(n.args.get("width")), False
-        elif n.macro == "gather_take":
-            width = number(n.args.get("width"))
-            if not self.full or width != self.put:
-                self.report.add(
-                    "exchange", where, f"takes pieces of {width} words", "no gather of that width is complete"
-                )
-            for y in n.writes:
-                if width and self.dims.get(y, (0,))[-1] < self.ranks * width:
-                    self.report.add(
-                        "exchange",
-                        where,
-                        f"takes {self.ranks} pieces of {width} into {y}",
-                        f"it has the shape {self.dims.get(y)}",
-                    )
-            self.put, self.full = None, False
-        if n.macro == "greedy_local":
-            self.best = "local"
-        elif n.macro == "greedy_store" and (self.now or self.best != ("all" if self.stages else "local")):
-            self.report.add("exchange", where, "stores the token", "the ranks have not agreed on it")
-        if self.busy in touched:
-            self.report.add(
-                "exchange", where, f"touches {self.busy} during its reduction ({self.where})", "the sum is not complete"
-            )
+        for name in touched & self.remote:
+            self.report.add("exchange", where, f"touches {name}", "peers write there: only exchanges may touch it")
+        for name in touched & self.busy:
+            self.report.add("exchange", where, f"touches {name} during its {self.now.kind} ({self.where})", "it is not complete")
 
     def finish(self) -> None:
         if self.now:
-            self.report.add(
-                "exchange",
-                self.where,
-                f"{self.now[0]}: {self.done} of {len(self.stages)} stages are finished at the end",
-                "an exchange needs all its stages",
-            )
-        elif self.put is not None:
-            self.report.add(
-                "exchange", self.where, "a gather is not taken out at the end", "its half of the buffer stays in use"
-            )
+            self.report.add("exchange", self.where, f"{self.now.kind}: {self.done} of {self.now.rounds} rounds are finished at the end",
+                            "an exchange needs all its rounds")
+
+
+def same(n: Collective) -> tuple:
+    """What all parts and rounds of one exchange have in common."""
+    return n.kind, n.sources, n.targets, n.widths, n.path
+
+
+def named(text: str) -> set[str]:
+    """Buffers that a source text names."""
+    return set(re.findall(r"\bm\.(\w+)", text))
+
+
+def groups(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Groups of ranks that can exchange: name -> (ranks, stride)."""
+    out, stages = {}, plan.mesh.stages
+    for i, j in combinations(range(len(stages) + 1), 2):
+        name = "all" if j - i == len(stages) else "_".join(name for name, _, _ in reversed(stages[i:j]))
+        out[name] = prod(size for _, size, _ in stages[i:j]), stages[i][2]
+    return out
 
 
 def check_places(plan: Plan, rows: int, report: Report) -> None:
-    """The buffers that the exchanges' templates use have room for every stage, member and half."""
-    stages = plan.mesh.stages
-    if not stages:
+    """The buffers that the exchanges' templates use have room for every group, member and half."""
+    if not plan.stages:
         return
-    members = sum(size for _, size, _ in stages)
-    want = {"inbox": (2, members, rows, None), "phase": (len(stages) + 1,), "sent": (), "arrived": (2, len(stages))}
-    if "gather" in plan.buffers:
-        want["gather"] = (2, plan.mesh.ranks, rows, None)
+    known = groups(plan)
+    want: dict[str, tuple] = {"phase": (len(plan.stages),), "sent": (), "arrived": (2, len(plan.stages))}
+    for name, size, stride in plan.stages:
+        if known.get(name) != (size, stride):
+            report.add("exchange", name, f"is a group of {size} ranks {stride} apart", f"the mesh has {known.get(name)}")
+        want[f"inbox_{name}"] = (2, size, rows, None)
+        if f"outbox_{name}" in plan.buffers:
+            want[f"outbox_{name}"] = (size, rows, None)
     for name, dims in want.items():
         b = plan.buffers.get(name)
         found = b and b.dims(rows)
         if found is None or len(found) != len(dims) or any(w is not None and w != f for w, f in zip(dims, found)):
-            report.add("exchange", name, f"has the shape {found}", f"the mesh asks for {dims}")
-        elif name in ("inbox", "gather") and not b.remote:
-            report.add("exchange", name, "is not marked remote", "peers write there")
-
-
-def number(x) -> int | None:
-    try:
-        return int(x)
-    except (TypeError, ValueError):
-        return None
+            report.add("exchange", name, f"has the shape {found}", f"its group asks for {dims}")
+        elif name.startswith("inbox_") != b.remote:
+            report.add("exchange", name, "is not marked remote" if not b.remote else "is marked remote", "peers write the inboxes, and nothing else")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mkgen.check.scenario import sights
 from mkgen.check.findings import Report
 from mkgen.plan.plan import Plan
+from mkgen.check.exchange import named
 from mkgen.plan.regions import Collective, Start, Step, Wait, walk
 
 SMEM_ALIGN = 512  # assumed: a 1-D table in SMEM is padded to this
@@ -43,8 +44,8 @@ def check_names(plan: Plan, report: Report) -> None:
         for n in walk(region.body):
             if isinstance(n, Step):
                 names, where = {*n.reads, *n.writes}, n.op
-            elif isinstance(n, Collective) and n.kind == "reduce":
-                names, where = {n.args[0][2:]}, n.kind
+            elif isinstance(n, Collective):
+                names, where = {name for text in (*n.sources, *n.targets) for name in named(text)}, n.kind
             elif isinstance(n, (Start, Wait)):
                 names, where = (set() if n.transfer in plan.transfers else {n.transfer}), n.transfer
             else:

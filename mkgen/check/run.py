@@ -107,8 +107,7 @@ class AbstractRun:
         where = self.where(f"{n.kind} {n.part}")
         self.exchanges.stage(n, where)
         self.spread.exchange(n, where)
-        if n.kind == "reduce" and n.part == "start":
-            self.values.reduce(n.args[0][2:], where)
+        self.values.exchange(n, where)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

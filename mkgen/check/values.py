@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from mkgen.check.exchange import named
 from mkgen.check.findings import Report
 from mkgen.check.steps import accumulates, scratch
 from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Step
+from mkgen.plan.regions import Collective, Step
 
 PROLOGUE = {"position_column"}  # made before the first sub-layer
 
@@ -66,11 +67,21 @@ class Values:
                 elif not scratch(n, name):
                     ledger.made.setdefault((self.region, name), where)
 
-    def reduce(self, name: str, where: str) -> None:
-        if name in self.ledger.watched and name not in self.made:
-            self.report.add(
-                "value", where, f"sums {name} over the ranks", "no step before it in the sub-layer has made it"
-            )
+    def exchange(self, n: Collective, where: str) -> None:
+        """The first start reads its sources, the last finish makes its targets."""
+        watched = self.ledger.watched
+        if n.part == "start" and n.round == 0:
+            for name in (name for text in n.sources for name in named(text)):
+                if name in watched and name not in self.made:
+                    self.report.add("value", where, f"exchanges {name}", "no step before it in the sub-layer has made it")
+                self.ledger.read.add((self.region, name))
+                self.used.add(name)
+        elif n.part == "finish" and n.round == n.rounds - 1:
+            for name in (name for text in n.targets for name in named(text)):
+                if name in watched:
+                    self.used.discard(name)
+                    self.made[name] = f"{n.kind} {name}"
+                    self.ledger.made.setdefault((self.region, name), where)
 
     def finish(self) -> None:
         for name in sorted(self.ledger.outputs - self.written):

@@ -35,20 +35,17 @@ class Printer:
         out: list[str] = []
         i = 0
         while i < len(nodes):
-            span = self.whole_exchange(nodes[i:])
-            whole = self.whole_exchange(nodes[i + 1:]) if isinstance(nodes[i], Step) and nodes[i].macro == "gather_put" else 0
-            if span:
-                out += self.exchange(nodes[i], depth)
-            elif whole:
-                out += self.gather(nodes[i], nodes[i + 1 + whole], depth)
-                span = whole + 2
+            span = 1
+            if isinstance(nodes[i], Collective):
+                span = self.round_trips(nodes[i:])
+                out.append(self.exchange(nodes[i], depth))
             elif self.next_chunk(nodes[i:i + 3]):
                 self.at += 1
                 out.append(self.contents(f"{INDENT * depth}g = next_chunk(m, g)"))
                 span = 3
             else:
                 out += self.node(nodes[i], depth)
-            i += span or 1
+            i += span
         return out
 
     def next_chunk(self, nodes: tuple[Node, ...]) -> bool:
@@ -63,26 +60,24 @@ class Printer:
                 return last, steps
         return None
 
-    def whole_exchange(self, nodes: tuple[Node, ...]) -> int:
-        """How many nodes at the head are one exchange over all stages with nothing in between; 0 if they are not."""
-        stages = self.plan.mesh.stages
-        span = nodes[:2 * len(stages)]
-        want = [(name, part) for name, _, _ in stages for part in ("start", "finish")]
-        if len(stages) < 2 or not all(isinstance(n, Collective) for n in span):
-            return 0
-        same = {(n.kind, n.args if n.kind != "greedy" else ()) for n in span}
-        return len(span) if len(same) == 1 and [(n.factor, n.part) for n in span] == want else 0
+    def round_trips(self, nodes: tuple[Node, ...]) -> int:
+        """Nodes that one call stands for: a finish goes on with the starts and finishes of all further rounds."""
+        n = nodes[0]
+        if n.part == "start" and n.round == 0:
+            return 1
+        want = [(part, i, stage) for i, stage in enumerate(n.path) for part in ("start", "finish")][1:]
+        run = nodes[:len(want)]
+        here = all(isinstance(f, Collective) and (f.kind, f.sources, f.targets) == (n.kind, n.sources, n.targets) for f in run)
+        if not here or [(f.part, f.round, f.stage) for f in run] != want:
+            raise ValueError(f"{n.kind} of {', '.join(n.sources)}: its {n.rounds} rounds do not follow one another")
+        return len(want)
 
-    def gather(self, put: Step, take: Step, depth: int) -> list[str]:
-        """A whole all-gather with nothing in between."""
-        args = put.args["x"], take.args["y"], str(put.args["width"])
-        head = [] if put.op == self.op else [f"{INDENT * depth}# -- {put.op}"]
-        self.op = put.op
-        return [*head, f"{INDENT * depth}all_gather(m, {', '.join(args)})"]
-
-    def exchange(self, node: Collective, depth: int) -> list[str]:
-        result = f"{', '.join(node.args)} = " if node.kind == "greedy" else ""
-        return [f"{INDENT * depth}{result}all_{node.kind}({', '.join(('m', *node.args))})"]
+    def exchange(self, node: Collective, depth: int) -> str:
+        path = ", ".join(name.upper() for name in node.path)
+        args = ["m", f"({path},)" if node.rounds == 1 else f"({path})", *node.sources]
+        if node.part == "finish":
+            args[2:] = [f"({width}, {target})" for width, target in zip(node.widths, node.targets)]
+        return f"{INDENT * depth}{node.kind}_{node.part}({', '.join(args)})"
 
     def node(self, node: Node, depth: int) -> list[str]:
         pad = INDENT * depth
@@ -96,10 +91,6 @@ class Printer:
         if isinstance(node, Advance):
             self.at += 1
             return [f"{pad}g += 1"]
-        if isinstance(node, Collective):
-            args = ", ".join(("m", node.factor.upper(), *node.args))
-            target = "top, token = " if (node.kind, node.part) == ("greedy", "finish") else ""
-            return [f"{pad}{target}{node.kind}_{node.part}({args})"]
         if isinstance(node, Loop):
             return self.loop(node, depth)
         if isinstance(node, Seq):

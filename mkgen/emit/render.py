@@ -15,7 +15,7 @@ from mkgen.emit.prune import prune
 from mkgen.emit.wrap import wrap
 from mkgen.graph.ops.cache import Seen
 from mkgen.plan.plan import Plan, Region
-from mkgen.plan.regions import Buffer, Step, walk
+from mkgen.plan.regions import Buffer, Collective, Step, walk
 from mkgen.spec.formats import FORMATS
 
 FACE = {"decode_call", "states", "VOCAB_RUN"}       # what the host side reads
@@ -86,6 +86,14 @@ def cache_features(plan: Plan) -> set[str]:
     return {key for n in steps if (n.template, n.macro) == ("attention", "cache") for key in n.args["more"]}
 
 
+def collectives(plan: Plan) -> list[Collective]:
+    return [n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective)]
+
+
+def exchange_kinds(plan: Plan) -> set[str]:
+    return {n.kind for n in collectives(plan)}
+
+
 def sights(plan: Plan) -> list[Seen]:
     """One for each list of tiles, in the order in which they are first used."""
     ops = (op for sub in plan.graph.mixers.values() for op in sub.ops if any(s.positional for s in op.states()))
@@ -116,7 +124,7 @@ def kernel_text(plan: Plan) -> str:
     functions = {r.name: function(r) for r in regions}
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
     return env.get_template("kernel.py.j2").render(
-        plan=plan, printer=Printer(env, plan), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
+        plan=plan, printer=Printer(env, plan), kinds=exchange_kinds(plan), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
         local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),
         kv_batch=max(1, spec.build.kv_slots // 2), expert_steps=expert_steps(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
@@ -134,4 +142,18 @@ def tidy(text: str) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the printed kernel is not Python:\n{done.stderr}")
-    return wrap(done.stdout.replace("\n\n\n", "\n\n"))
+    return wrap(close_up(done.stdout.replace("\n\n\n", "\n\n")))
+
+
+def close_up(text: str) -> str:
+    """Without the blank line between an inner function and the line right behind it that uses it."""
+    out, name, pad = [], None, ""
+    lines = text.split("\n")
+    for line, after in zip(lines, [*lines[1:], ""]):
+        if line.startswith(" ") and line.lstrip().startswith("def "):
+            name, pad = line.split("def ")[1].split("(")[0], line[:-len(line.lstrip())]
+        if not line and name and after.startswith(pad) and not after[len(pad):].startswith(" ") and name in after:
+            name = None
+            continue
+        out.append(line)
+    return "\n".join(out)

@@ -78,6 +78,7 @@ class Op:
     name: str
     kind: ClassVar[str] = ""
     rounds: ClassVar[str] = ""           # the rounding points, in words
+    columnwise: ClassVar[bool] = False   # treats each column alone: inputs that are split alike need not be whole
 
     def inputs(self) -> tuple[Value, ...]:
         raise TypeError(f"{type(self).__name__} states no inputs")

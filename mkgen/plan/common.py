@@ -4,7 +4,6 @@ from __future__ import annotations
 from mkgen.plan.memory import Memory, ROWS_PADDED
 from mkgen.plan.regions import Buffer, Transfer
 from mkgen.plan.section import DEPTH
-from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES
 
 
@@ -22,15 +21,13 @@ def declare_shared(memory: Memory) -> None:
         sums = name == "spread_sums"
         add(Buffer(name, (chunks, rows, LANES if sums else DEPTH), "f32" if sums else "bf16", "vmem",
                    "sums of its groups, on every lane" if sums else "left operand, block-diagonal by groups"))
-    stages = memory.mesh.stages
-    if not stages:
+    if not memory.inboxes:
         return
-    reduce_words = max(round_up(memory.payload["reduce"], LANES), 2 * LANES)
-    slots = sum(size for _, size, _ in stages)
-    add(Buffer("inbox", (2, slots, "rows", reduce_words), "u32", "vmem", "by half, member; peers write here", True))
-    if memory.payload["gather"]:
-        gather_words = round_up(memory.payload["gather"], LANES)
-        add(Buffer("gather", (2, memory.mesh.ranks, "rows", gather_words), "u32", "vmem", "by half, rank; peers write here", True))
-    add(Buffer("phase", (len(stages) + 1,), "i32", "smem", "uses of each stage so far; gathers so far"))
+    for stage, (words, apart) in memory.inboxes.items():
+        size, _, _ = memory.mesh.groups[stage]
+        add(Buffer(f"inbox_{stage}", (2, size, "rows", words), "u32", "vmem", "by half, member; peers write here", True))
+        if apart:
+            add(Buffer(f"outbox_{stage}", (size, "rows", apart), "u32", "vmem", "words that differ by peer, on their way out"))
+    add(Buffer("phase", (len(memory.inboxes),), "i32", "smem", "uses of each stage so far"))
     add(Buffer("sent", (), "dma", "dma_sem", "messages on their way out"))
-    add(Buffer("arrived", (2, len(stages)), "dma", "dma_sem", "messages that came in: half, stage"))
+    add(Buffer("arrived", (2, len(memory.inboxes)), "dma", "dma_sem", "messages that came in: half, stage"))

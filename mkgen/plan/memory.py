@@ -1,6 +1,7 @@
 """What the sub-layers of a plan share while it is made: declarations, and where carried values lie."""
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 from mkgen.graph.ir import LayerGraph, State, Weight
@@ -22,6 +23,8 @@ class Place:
     width: int
     dtype: str
     spread: str                          # whole | split | partial
+    even: bool = False                   # split into equal runs of columns, whatever units the value has
+    whole_at: str | None = None          # a buffer that the whole value may go to, when it is gathered
 
 
 class Memory:
@@ -41,8 +44,21 @@ class Memory:
         self.experts: dict[str, ExpertImage] = expert_images(graph, build)
         self.embed_rows = 0
         self.notes: list[tuple[str, str]] = []
-        self.payload = {"reduce": 0, "gather": 0}
+        self.inboxes: dict[str, tuple[int, int]] = {}  # group -> words a row of a message, and of one that differs by peer
+        self.ways: dict[str, str] = {}                 # sum over the ranks -> how it is made
         self.left: dict[str, tuple[int, int]] = {}     # left operands of products with scales of groups: chunks, rows
+
+    def scratch(self) -> Memory:
+        """A copy to try a lowering on."""
+        other = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (dict, list)):
+                setattr(other, name, copy(value))
+        return other
+
+    def need_inbox(self, stage: str, words: int, outbox: bool) -> None:
+        most = self.inboxes.get(stage, (0, 0))
+        self.inboxes[stage] = max(most[0], words), max(most[1], words if outbox else 0)
 
     def declare(self, b: Buffer) -> str:
         known = self.buffers.setdefault(b.name, b)

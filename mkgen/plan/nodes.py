@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from mkgen.graph.ir import Op, State, Value
 from mkgen.plan.memory import identifier
-from mkgen.plan.regions import Buffer, Collective, Loop, Node, Start, Step, Transfer, Wait
+from mkgen.plan.regions import Buffer, Loop, Node, Start, Step, Transfer, Wait
 from mkgen.plan.tape import Matrix
 from mkgen.plan.values import Target
 
@@ -74,9 +74,6 @@ class Nodes:
     def transfer(self, name: str, params: tuple[str, ...], source: str, target: str, semaphore: str, size: int, doc: str, *,
                  setup: tuple[str, ...] = (), reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
         self.memory.transfers[name] = Transfer(name, params, source, target, semaphore, size, doc, setup, reads, writes)
-
-    def collective(self, kind: str, part: str, factor: str, args: tuple[str, ...], peers: int, words: int) -> None:
-        self.nodes[-1].append(Collective(kind, part, factor, args, peers, words))
 
     @property
     def max_rows(self) -> int:

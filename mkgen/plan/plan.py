@@ -47,6 +47,8 @@ class Plan:
     ring_depth: int
     slot_rows: int
     why: tuple[tuple[str, str], ...]     # one line a choice
+    stages: tuple[tuple[str, int, int], ...] = ()    # groups that exchange: name, size, stride between neighbours
+    ways: tuple[tuple[str, str], ...] = ()           # sum over the ranks -> how it is made: scatter, or the groups that reduce it one after another
 
     # -- the tape -------------------------------------------------------------------------------------------------------
 

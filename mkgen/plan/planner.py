@@ -34,9 +34,17 @@ def planned(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     plan = Plan(spec=spec, graph=graph, target=target, mesh=mesh, regions=regions, buffers=memory.buffers,
                 transfers=memory.transfers, matrices=memory.matrices, vectors=memory.vectors, weights=memory.weights,
                 states={n: b.name for n, (_, b) in memory.states.items()}, experts=tuple(memory.experts.values()),
-                embed_rows=memory.embed_rows, ring_depth=memory.ring_depth, slot_rows=memory.slot_rows, why=tuple(memory.notes))
+                embed_rows=memory.embed_rows, ring_depth=memory.ring_depth, slot_rows=memory.slot_rows, why=tuple(memory.notes),
+                stages=tuple((name, *mesh.groups[name][:2]) for name in memory.inboxes), ways=tuple(memory.ways.items()))
+    check_ways(spec, memory)
     check_budget(plan)
     return plan
+
+
+def check_ways(spec: Spec, memory: Memory) -> None:
+    """Every sum that build.reduce names is one of the plan's."""
+    for name in spec.build.reduce.keys() - memory.ways.keys() - {"rest"}:
+        raise MkgenError(f"{spec.path}: build.reduce: {name} is no sum over the ranks\n  fix: {', '.join(memory.ways) or 'there is none'}, or rest")
 
 
 def lower(memory: Memory, sub, end_chunks: int | None) -> Region:

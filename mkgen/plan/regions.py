@@ -71,13 +71,25 @@ class Advance:
 
 @dataclass(frozen=True)
 class Collective:
-    """One stage of an exchange over a mesh factor; `part` is start or finish."""
-    kind: str                            # reduce | gather | greedy
+    """The start or the finish (`part`) of one round of an exchange: each rank sends a message to every other of its group.
+
+    gather: pieces of all ranks side by side. scatter: this rank's columns of a sum. reduce: the whole sum.
+    Sources are read when the first round starts, targets are whole when the last one is finished; rounds follow one another."""
+    kind: str                            # gather | scatter | reduce
     part: str
-    factor: str
-    args: tuple[str, ...]
+    stage: str                           # the group: a name of `Mesh.groups`
+    factors: tuple[str, ...]             # mesh factors that its ranks differ in
+    sources: tuple[str, ...]             # source text, one a value
+    targets: tuple[str, ...]             # refs
+    widths: tuple[int, ...]              # columns of each value in one message
     peers: int                           # ranks that each rank sends one message to, and gets one from
     words: int                           # u32 words a row in one message
+    round: int = 0
+    path: tuple[str, ...] = ("all",)     # the groups of all rounds, in order
+
+    @property
+    def rounds(self) -> int:
+        return len(self.path)
 
     def message_bytes(self, rows: int) -> int:
         return self.words * 4 * rows

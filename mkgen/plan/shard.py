@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 def round_up(n: int, to: int) -> int:
@@ -29,6 +30,29 @@ class Mesh:
                 out.append((name, size, stride))
             stride *= size
         return tuple(out)
+
+    @property
+    def groups(self) -> dict[str, tuple[int, int, tuple[str, ...]]]:
+        """Ranks that can exchange in one round, those that differ in neighbouring factors: name -> ranks, stride, factors."""
+        out = {}
+        for i in range(len(self.stages)):
+            for j in range(i + 1, len(self.stages) + 1):
+                names = tuple(name for name, _, _ in reversed(self.stages[i:j]))
+                name = "all" if j - i == len(self.stages) else "_".join(names)
+                out[name] = (prod(size for _, size, _ in self.stages[i:j]), self.stages[i][2], names)
+        return out
+
+    @property
+    def paths(self) -> list[tuple[str, ...]]:
+        """Groups, innermost first, that together reach all ranks: in one round, or in several."""
+        names = {factors: name for name, (_, _, factors) in self.groups.items()}
+
+        def cut(stages: tuple) -> list[tuple[str, ...]]:
+            whole = [(names[tuple(name for name, _, _ in reversed(stages))],)] if stages else [()]
+            return whole + [(*first, *rest) for i in range(1, len(stages)) for first in [(names[tuple(n for n, _, _ in reversed(stages[:i]))],)]
+                            for rest in cut(stages[i:])]
+
+        return cut(self.stages)
 
 
 def local_units(units: int, ranks: int, groups: int = 0) -> int:

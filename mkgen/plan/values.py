@@ -126,9 +126,10 @@ class Values:
             p = self.place(v)
         else:
             spread = self.result(v)
-            local = self.local(v, spread)
+            even = spread == "split" and self.op.columnwise and all(self.even(x) for x in self.op.inputs() if x.name in self.memory.places)
+            local = v.width // self.ranks if even else self.local(v, spread)
             name = self.room(v.name, width or local, dtype or self.dtype(v), self.op.kind.replace("_", " "))
-            p = self.memory.places[v.name] = Place(name, 0, local, dtype or self.dtype(v), spread)
+            p = self.memory.places[v.name] = Place(name, 0, local, dtype or self.dtype(v), spread, even)
         return Target(f"m.{p.buffer}", p.dtype, p.width)
 
     def counts(self, v: Value) -> str | None:

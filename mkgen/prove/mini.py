@@ -1,7 +1,6 @@
 """A small model out of the same spec, by rules on sizes alone: every kind, at least two turns of the loop nest,
-every factor of the mesh that is one, narrow and padded widths, blocks, tiles and experts in small numbers. It
-is for interpret mode only.
-"""
+every factor of the mesh that is one, narrow and padded widths, blocks, tiles and experts in small numbers.
+For interpret mode only."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from mkgen.graph.ir import Weight
 from mkgen.graph.ops.gqa_attention import KvGroups
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
+from mkgen.plan.regions import Collective, walk
 from mkgen.plan.shard import apart, local_units, round_up, sharers
 from mkgen.prove.coverage import pieces
 from mkgen.spec import schedule
@@ -48,10 +48,9 @@ BLOCK_KIB = 48, 64, 40, 32, 80, 96, 24, 128  # the first that cuts matrices in m
 
 
 def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
-    """The mini of a valid spec; whole_mesh: on as many ranks as the spec's. Raises `SpecErrors` if a rule made something
-    that is no valid spec.
-    """
-    build, wanted = _build(spec, whole_mesh), _full_pieces(spec)
+    """The mini of a valid spec; whole_mesh: on as many ranks as the spec's. Raises `SpecErrors` if no valid spec comes of it."""
+    wanted, ways = _full(spec)
+    build = replace(_build(spec, whole_mesh), **ways)
     best, least = None, math.inf
     for sizes in itertools.product(HIDDEN, GROUP, NARROW):
         mini = _sized(spec, build, *sizes)
@@ -80,11 +79,14 @@ def _sized(spec: Spec, build: Build, hidden: int, group: int, narrow: int) -> Sp
     return replace(mini, build=replace(build, expert_kib=_expert_kib(spec, mini)))
 
 
-def _full_pieces(spec: Spec) -> set[str]:
-    """What the full plan's code is printed from; nothing where the spec has no plan."""
+def _full(spec: Spec) -> tuple[set[str], dict]:
+    """What the full plan's code is printed from, and how its ranks exchange; nothing where it has none."""
     with contextlib.suppress(MkgenError, ValueError):
-        return pieces(make_plan(spec, build_graph(spec), load_target(spec.build.chip)))
-    return set()
+        plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
+        paths = {n.kind: n.path for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective)}
+        ways = {kind: " ".join(sorted(paths[kind], key=list(plan.mesh.groups).index)) for kind in ("gather", "scatter") if kind in paths}
+        return pieces(plan), {"reduce": dict(plan.ways)} | ways
+    return set(), {}
 
 
 def _build(spec: Spec, whole_mesh: bool) -> Build:

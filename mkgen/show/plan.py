@@ -162,13 +162,13 @@ def streamed(made: Plan):
 
 
 def exchanges(out: Console, made: Plan) -> None:
-    """Collectives of each sub-layer, by kind and mesh factor; nothing where there is one core."""
+    """Collectives of each sub-layer, by kind and group of ranks; nothing where there is one core."""
     found = collectives(made)
     if not found:
         return
-    t = show.table("Collectives", "sub-layer", ">layers", "kind", "factor", ">a layer", ">a step",
+    t = show.table("Collectives", "sub-layer", ">layers", "kind", "ranks", ">a layer", ">a step",
                    ">bytes of a message, a row")
-    sizes = dict(made.mesh.factors)
+    sizes = {name: size for name, size, _ in made.stages}
     for (region, kind, factor, size), (count, layers) in found.items():
         t.add_row(region, str(layers), kind, f"{factor} ({sizes[factor]})", str(count), str(count * layers),
                   show.number(math.ceil(size / max(1, sizes[factor] - 1))))

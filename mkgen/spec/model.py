@@ -97,6 +97,9 @@ class Build:
     ring_depth: int = 12
     expert_slots: int = 4
     kv_slots: int = 8
+    reduce: dict[str, str] = field(default_factory=dict)       # sum over the ranks, or 'rest' -> auto | scatter | groups of ranks, see exchanges.py
+    gather: str = "auto"                         # groups of ranks, innermost first: 'chip_core host'
+    scatter: str = "auto"
     spill_kib: int = 2816                        # VMEM left to the compiler
 
     @property

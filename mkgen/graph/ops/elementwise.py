@@ -19,6 +19,7 @@ class Add(Op):
     scale: float = 1.0
     kind = "add"
     rounds = "y"
+    columnwise = True
 
     def inputs(self):
         return (self.a, self.b)
@@ -27,12 +28,15 @@ class Add(Op):
         return (self.y,)
 
     def needs(self, spread):
-        same = spread[self.a.name] == spread[self.b.name] and self.y.dtype == "f32"
-        return {} if same else {v.name: "whole" for v in self.inputs()}
+        return {} if self.alike(spread) else {v.name: "whole" for v in self.inputs()}
+
+    def alike(self, spread) -> bool:
+        """Both split, or both whole; or both partial, where y is not rounded."""
+        a, b = spread[self.a.name], spread[self.b.name]
+        return a == b and (a != "partial" or self.y.dtype == "f32")
 
     def gives(self, spread):
-        same = spread[self.a.name] == spread[self.b.name] and self.y.dtype == "f32"
-        return {self.y.name: spread[self.a.name] if same else "whole"}
+        return {self.y.name: spread[self.a.name] if self.alike(spread) else "whole"}
 
     def cost(self):
         return Cost(flops=self.y.width)

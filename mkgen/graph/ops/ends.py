@@ -132,9 +132,8 @@ class Greedy(Op):
     def lower(self, b):
         run = -(-self.logits.width // b.ranks)
         b.close()
-        b.step(self, "ends", "greedy_local", logits=b.ref(self.logits), run=run, usable=self.usable)
-        for factor, size, _ in b.mesh.stages:
-            b.collective("greedy", "start", factor, ("top", "token"), size - 1, 256)
-            b.collective("greedy", "finish", factor, (), size - 1, 256)
+        found = (b.buffer("best_logit", (8, 1), "f32", "the largest logit here"), b.buffer("best_token", (8, 1), "f32", "its token"))
+        b.step(self, "ends", "greedy_local", writes=found, logits=b.ref(self.logits), run=run, usable=self.usable)
+        tops, tokens = b.gather_buffers(found)
         b.buffer("token", (8, 128), "i32", "the greedy token of each row, on every lane", space="out")
-        b.step(self, "ends", "greedy_store", writes=("token",))
+        b.step(self, "ends", "greedy_store", writes=("token",), tops=f"m.{tops}", tokens=f"m.{tokens}")

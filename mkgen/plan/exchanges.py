@@ -1,0 +1,257 @@
+"""The builder's view of exchanges: which value needs one, by which rounds it goes, and the nodes that start and finish it.
+
+A round is one message from each rank to every other of a group. Three kinds: `gather` brings the pieces of all ranks together,
+`scatter` gives each rank its columns of a sum, `reduce` gives every rank the whole sum. A sum that is needed whole is arranged as a
+scatter and a gather; where its payload makes one reduce faster, that takes the scatter's place and the gather is left out. So the
+order of the ops, and with it the tape, does not depend on what is faster.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mkgen.errors import MkgenError
+from mkgen.graph.ir import Op, Value
+from mkgen.plan.memory import ROWS_PADDED, Place
+from mkgen.plan.regions import Collective, Step
+from mkgen.plan.shard import round_up, unit_range
+from mkgen.plan.tape import LANES
+from mkgen.targets.exchange import FACTORS, phase_seconds
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of one or several values of a sub-layer."""
+    kind: str                            # gather | scatter
+    values: tuple[str, ...]
+
+    def joined(self, others: tuple[Exchange, ...]) -> Exchange:
+        return replace(self, values=tuple(v for e in (self, *others) for v in e.values))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Values that go by the same rounds: what one start and one finish stand for."""
+    kind: str                            # gather | scatter | reduce
+    path: tuple[str, ...]                # the group of each round
+    values: tuple[Value, ...]
+
+
+class Exchanges:
+    def complete(self, op: Op) -> None:
+        """Makes the inputs of an op as complete as it needs them. Where the sub-layer has been arranged that is done already."""
+        inputs = {v.name: v for v in op.inputs() if v.name in self.memory.places}
+        spread = {n: self.memory.places[n].spread for n in inputs}
+        for name, need in self.needs(op, spread, inputs).items():
+            if name not in inputs:
+                continue
+            if self.ranks == 1:                    # a term of one is the sum
+                self.memory.places[name] = replace(self.memory.places[name], spread="whole")
+                continue
+            for exchange in rounds(name, spread[name], need):
+                if self.arranged:
+                    raise ValueError(f"{op.name}: {name} was to be {exchange.kind}ed before")
+                self.trace.append(exchange)
+                self.finish_exchange(self.start_exchange(exchange))
+
+    def needs(self, op: Op, spread: dict[str, str], inputs: dict[str, Value]) -> dict[str, str]:
+        """Where an op treats each column alone and all that is split is cut into equal runs, sums need their own run only."""
+        if op.columnwise and set(spread.values()) == {"split", "partial"}:
+            split = [inputs[n] for n, s in spread.items() if s == "split"]
+            if all(self.even(v) for v in split) and all(v.width % self.ranks == 0 for v in inputs.values()):
+                return {n: "split" for n, s in spread.items() if s == "partial"}
+        return op.needs(spread)
+
+    def even(self, v: Value) -> bool:
+        """Is rank r's piece of v the r-th of equal runs of columns?"""
+        p, unit = self.memory.places[v.name], v.width // v.units
+        if p.even:
+            return p.width * self.ranks == v.width
+        starts = [unit_range(v.units, self.ranks, rank, v.groups)[0] * unit for rank in range(self.ranks)]
+        return p.width * self.ranks == v.width and starts == [rank * p.width for rank in range(self.ranks)]
+
+    # -- which way ------------------------------------------------------------------------------------------------------
+
+    def runs(self, exchange: Exchange) -> list[Run]:
+        """The exchange as it will be made: sums that are reduced at once are not scattered, and later not gathered."""
+        values = [self.value(n) for n in exchange.values if self.memory.places[n].spread != "whole"]
+        if exchange.kind == "gather":
+            columns = sum(self.memory.places[v.name].width for v in values)
+            return [Run("gather", self.path("gather", columns), tuple(values))] if values else []
+        found: dict[tuple, list[Value]] = {}
+        joins = any(v.name not in self.whole_sums for v in values)       # a scatter there is anyway
+        for v in values:
+            path = self.path_of_sum(v.name, v.width, joins=joins) if v.name in self.whole_sums else None
+            found.setdefault(path, []).append(v)
+        runs = [Run("reduce", path, tuple(vs)) for path, vs in found.items() if path]
+        parts = found.get(None, [])
+        return ([Run("scatter", self.path("scatter", sum(-(-v.width // self.ranks) for v in parts)), tuple(parts))] if parts else []) + runs
+
+    def path_of_sum(self, name: str, width: int, scatter: bool = True, joins: bool = False) -> tuple[str, ...] | None:
+        """The groups that reduce a sum one after another; None: it is scattered and gathered."""
+        asked = self.build.reduce.get(name, self.build.reduce.get("rest", "auto"))
+        path = self.path("reduce", width, "auto" if asked == "scatter" else asked)
+        if scatter and asked in ("auto", "scatter"):
+            run = -(-width // self.ranks)
+            both = sum(self.seconds(kind, self.path(kind, run), run) for kind in (("scatter",) if not joins else ()) + ("gather",))
+            if asked == "scatter" or both < self.seconds("reduce", path, width):
+                path = None
+        self.memory.ways[name] = " ".join(path) if path else "scatter"
+        return path
+
+    def path(self, kind: str, columns: int, asked: str | None = None) -> tuple[str, ...]:
+        """The groups, in the order of their rounds: those that are asked for, or else what takes the least time over all row variants."""
+        asked, paths = asked or getattr(self.build, kind), self.mesh.paths
+        if asked != "auto":
+            named = {"flat": paths[0], "staged": max(paths, key=len)}
+            path = named.get(asked, tuple(asked.split()))
+            if path not in paths:
+                raise MkgenError(f"build.{kind}: {asked!r} does not lead to all {self.ranks} ranks\n  fix: one of auto, flat, staged, "
+                                 f"{', '.join(' '.join(p) for p in paths)}")
+            paths = [path]
+        ordered = [path[::-1] if kind == "scatter" else path for path in paths]
+        return min(ordered, key=lambda path: self.seconds(kind, path, columns))
+
+    def seconds(self, kind: str, path: tuple[str, ...], columns: int) -> float:
+        """All rounds of an exchange, summed over the row variants."""
+        known = set(FACTORS) >= {name for name, _, _ in self.mesh.stages}
+        return sum(phase_seconds(self.memory.target, size - 1, words * 4 * rows, factors=factors if known else ())
+                   for size, words, factors in self.messages(kind, path, columns) for rows in self.build.rows)
+
+    def messages(self, kind: str, path: tuple[str, ...], columns: int) -> list[tuple[int, int, tuple[str, ...]]]:
+        """(ranks, words of a message, factors) of each round; a gather's messages grow, a scatter's begin large."""
+        out, held, left = [], 1, self.ranks
+        for name in path:
+            size, _, factors = self.mesh.groups[name]
+            left //= size
+            times = {"gather": held, "scatter": left}.get(kind, 1)
+            out.append((size, round_up(columns * times, LANES), factors))
+            held *= size
+        return out
+
+    # -- nodes ----------------------------------------------------------------------------------------------------------
+
+    def start_exchange(self, exchange: Exchange) -> list[tuple[Run, tuple[Collective, ...]]]:
+        """Adds the start of the first round; returns what `finish_exchange` has to add."""
+        runs = self.runs(exchange)
+        return [(runs[0], self.start_run(runs[0])), *((run, ()) for run in runs[1:])] if runs else []
+
+    def start_run(self, run: Run) -> tuple[Collective, ...]:
+        self.close()
+        texts = [getattr(self, f"to_{run.kind}")(v) for v in run.values]
+        sources, widths, targets = zip(*texts)
+        return self.begin_rounds(run.kind, run.path, sources, widths, targets)
+
+    def finish_exchange(self, pending: list[tuple[Run, tuple[Collective, ...]]]) -> None:
+        for run, rest in pending:
+            rest = rest or self.start_run(run)
+            self.close()
+            self.nodes[-1] += rest
+            for v in run.values:
+                getattr(self, f"after_{run.kind}")(v)
+
+    def begin_rounds(self, kind: str, path: tuple[str, ...], sources: tuple[str, ...], widths: tuple[int, ...],
+                     targets: tuple[str, ...]) -> tuple[Collective, ...]:
+        nodes = []
+        for i, (name, (size, words, factors)) in enumerate(zip(path, self.messages(kind, path, sum(widths)))):
+            self.memory.need_inbox(name, words, outbox=kind == "scatter")
+            for part in ("start", "finish"):
+                nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path))
+        self.nodes[-1].append(nodes[0])
+        return tuple(nodes[1:])
+
+    def value(self, name: str) -> Value:
+        """A value of this sub-layer, by name."""
+        return next(v for op in self.sub.ops for v in (*op.outputs(), *op.inputs()) if v.name == name)
+
+    def to_gather(self, v: Value) -> tuple[str, int, str]:
+        p = self.memory.places[v.name]
+        target = p.whole_at or self.room(v.name + "_whole", self.ranks * p.width, "f32", f"{self.bare(v.name)} of all ranks")
+        return self.read(v, "f32"), p.width, f"m.{target}"
+
+    def after_gather(self, v: Value) -> None:
+        p = self.memory.places[v.name]
+        if p.whole_at is not None:
+            self.memory.places[v.name] = Place(p.whole_at, 0, v.width, "f32", "whole")
+            return
+        name = self.room(v.name + "_whole", self.ranks * p.width, "f32", f"{self.bare(v.name)} of all ranks")
+        pieces = self.pieces(v, p.width)
+        if pieces != [(0, v.width)]:
+            self.nodes[-1].append(Step(v.name, "exchange", "gather_order", dict(y=f"m.{name}", pieces=pieces), (name,), (name,)))
+        self.memory.notes.append((v.name, f"gathered, {p.width} columns a rank"))
+        self.memory.places[v.name] = Place(name, 0, v.width, "f32", "whole")
+
+    def to_scatter(self, v: Value) -> tuple[str, int, str]:
+        p, run = self.sum_place(v), -(-v.width // self.ranks)
+        part = self.room(v.name + "_run", run, "f32", f"this rank's columns of {self.bare(v.name)}")
+        return self.text_of(p), run, f"m.{part}"
+
+    def after_scatter(self, v: Value) -> None:
+        """The whole sum may later go where this rank's term was."""
+        p, run = self.memory.places[v.name], -(-v.width // self.ranks)
+        part = self.room(v.name + "_run", run, "f32", f"this rank's columns of {self.bare(v.name)}")
+        self.memory.notes.append((v.name, f"summed, {run} columns a rank"))
+        fits = self.memory.buffers[p.buffer].shape[-1] == run * self.ranks
+        whole = p.buffer if fits else self.room(v.name + "_whole", run * self.ranks, "f32", f"{self.bare(v.name)}, summed over the ranks")
+        self.memory.places[v.name] = Place(part, 0, run, "f32", "split", even=True, whole_at=whole)
+
+    def to_reduce(self, v: Value) -> tuple[str, int, str]:
+        p = self.sum_place(v)
+        return self.text_of(p), p.width, f"m.{p.buffer}"
+
+    def after_reduce(self, v: Value) -> None:
+        p = self.memory.places[v.name]
+        self.memory.notes.append((v.name, f"summed over all ranks, {p.width} float32 a row"))
+        self.memory.places[v.name] = replace(p, spread="whole")
+
+    def sum_place(self, v: Value) -> Place:
+        p = self.memory.places[v.name]
+        if p.at:
+            raise ValueError(f"{v.name}: a partial sum has a buffer of its own")
+        return p
+
+    def text_of(self, p: Place) -> str:
+        wide = self.memory.buffers[p.buffer].shape[-1] == p.width
+        return f"m.{p.buffer}[...]" if wide else f"m.{p.buffer}[:, :{p.width}]"
+
+    def all_reduce_buffer(self, buffer: str) -> None:
+        """Sums a float32 buffer over all ranks, in place, in the middle of an op."""
+        self.close()
+        if self.ranks == 1:
+            return
+        width = self.memory.buffers[buffer].shape[-1]
+        path = self.path_of_sum(buffer, width, scatter=False)
+        self.talks.add(self.op.name)
+        self.nodes[-1] += self.begin_rounds("reduce", path, (f"m.{buffer}[...]",), (width,), (f"m.{buffer}",))
+
+    def gather_buffers(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Brings float32 buffers of all ranks together, in the middle of an op; the names of what they come to."""
+        self.close()
+        if self.ranks == 1:
+            return names
+        self.talks.add(self.op.name)
+        widths = tuple(self.memory.buffers[name].shape[-1] for name in names)
+        whole = tuple(self.buffer(f"{name}s", (ROWS_PADDED, self.ranks * width), "f32", f"{name} of all ranks") for name, width in zip(names, widths))
+        sources, targets = tuple(f"m.{name}[...]" for name in names), tuple(f"m.{name}" for name in whole)
+        self.nodes[-1] += self.begin_rounds("gather", self.path("gather", sum(widths)), sources, widths, targets)
+        return whole
+
+    def pieces(self, v: Value, width: int) -> list[tuple[int, int]]:
+        """(first column, columns) of v's true features among the ranks' pieces of `width` columns, in order, each once."""
+        if self.memory.places[v.name].even:
+            return [(0, v.width)]
+        out, done, unit = [], 0, v.width // v.units
+        for rank in range(self.ranks):
+            first, last = unit_range(v.units, self.ranks, rank, v.groups)
+            if first == done < last:
+                at, n, done = rank * width, (last - first) * unit, last
+                joins = out and sum(out[-1]) == at
+                out[-1:] = [(out[-1][0], out[-1][1] + n)] if joins else [*out[-1:], (at, n)]
+        return out
+
+
+def rounds(name: str, spread: str, need: str) -> list[Exchange]:
+    """What brings a value from one spread to another."""
+    if spread in (need, "whole"):
+        return []
+    kinds = ("gather",) if spread == "split" else ("scatter",) if need == "split" else ("scatter", "gather")
+    return [Exchange(kind, (name,)) for kind in kinds]
