@@ -87,7 +87,8 @@ class Printer:
             return [self.contents(f"{pad}tape_copy(m, g).wait()")]
         if isinstance(node, (Start, Wait)):
             call = f"{node.transfer}({', '.join(node.args)}).{'start' if isinstance(node, Start) else 'wait'}"
-            return [f"{pad}{call}()" if node.when is None else f"{pad}pl.when({node.when})(lambda: {call}())"]
+            line = f"{pad}{call}()" if node.when is None else f"{pad}pl.when({node.when})(lambda: {call}())"
+            return [line] if len(line) <= COLUMNS else [f"{pad}due = {node.when}", f"{pad}pl.when(due)(lambda: {call}())"]
         if isinstance(node, Advance):
             self.at += 1
             return [f"{pad}g += 1"]

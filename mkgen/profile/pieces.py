@@ -93,7 +93,9 @@ class Cutter:
 
     def item(self, n: Node, scalars: tuple[str, ...], carry) -> Item:
         if isinstance(n, Collective):
-            return Exchange(n, self.piece(f"{n.kind} {n.part}", self.printed((n,)), "", scalars, carry))
+            if (n.part, n.round) not in (("start", 0), ("finish", 0)):        # the finish's text goes on with all further rounds
+                return Exchange(n, self.made[-1])
+            return Exchange(n, self.piece(f"{n.kind} {n.part}", self.printer.exchange(n, 0), "", scalars, carry))
         if isinstance(n, Branch):
             return Fork(n, tuple(self.items(case.nodes, scalars, carry) for _, case in n.cases))
         if isinstance(n, Loop):

@@ -53,7 +53,7 @@ class Expansion(AbstractRun):
         self.events.append(Copy(starts, where, *self.text.copy(name, args)))
 
     def collective(self, n: Collective, scope: dict) -> None:
-        where = self.where(f"{n.kind} {n.part} over {n.factor}")
+        where = self.where(f"{n.kind} {n.part} over {n.stage}")
         self.events.append(Stage(n.part == "start", where, n.peers, n.message_bytes(self.model.rows)))
 
     def step(self, n: Step, scope: dict) -> None:

@@ -100,7 +100,7 @@ class Expansion:
             out.append(Work(where, cost.all + sum(t * c for t, c in zip(self.listing_trips(len(cost.loops), piece.text), cost.loops))))
             if piece.op == "open_exchanges":
                 names = tuple(name for name, _, _ in plan.mesh.stages)
-                peers = sum(size - 1 for _, size, _ in plan.mesh.stages)
+                peers = sum(size - 1 for _, size, _ in plan.stages)
                 where = Where(None, PROLOGUE, BARRIER)
                 out += [Send(where, BARRIER, names, peers, SIGNAL_BYTES), Receive(where, BARRIER)]
         return out
@@ -191,14 +191,14 @@ class Walk:
 
     def exchange(self, item: Exchange) -> None:
         n, op, cost = item.node, item.piece.op, self.owner.profile.of(item.piece)
-        key = n.kind, n.factor
+        key = n.kind, n.stage, n.round
         if n.part == "finish":
             self.out.append(Recorded("receive", op, key=key))
-        self.out.append(Recorded("work", op, cost.all))
+            self.out.append(Recorded("work", op, cost.all / n.rounds))         # one text finishes all rounds
+        elif n.round == 0:
+            self.out.append(Recorded("work", op, cost.all))
         if n.part == "start":
-            names = [name for name, _, _ in self.owner.plan.mesh.stages]
-            factors = (n.factor,) if n.factor in names else tuple(names)
-            self.out.append(Recorded("send", op, (factors, n.peers, n.message_bytes(self.owner.rows)), key))
+            self.out.append(Recorded("send", op, (n.factors, n.peers, n.message_bytes(self.owner.rows)), key))
 
     def run(self, item: Run, scope: dict) -> None:
         op, cost = item.piece.op, self.owner.profile.of(item.piece)

@@ -69,11 +69,5 @@ def of_region(plan: Plan, region: Region, rows: int, runs: int) -> list[Exchange
 
 
 def one_phase(plan: Plan, node: Collective, rows: int) -> Phase:
-    group, size = str(getattr(node, "stage", None) or node.factor), node.message_bytes(rows)
-    return Phase(group, node.peers, size, phase_seconds(plan.target, node.peers, size, factors=spanned(plan, group)))
-
-
-def spanned(plan: Plan, group: str) -> tuple[str, ...]:
-    """The mesh factors in which the ranks of a group differ: the one that it is named for, or all of them."""
-    sizes = dict(plan.mesh.factors)
-    return (group,) if group in sizes else tuple(n for n, size in sizes.items() if size > 1)
+    size = node.message_bytes(rows)
+    return Phase(node.stage, node.peers, size, phase_seconds(plan.target, node.peers, size, factors=node.factors))
