@@ -56,8 +56,8 @@ def test_the_code_of_the_full_size_model_does_what_its_plan_says(qwen_plan):
     assert [str(f) for f in done.findings] == [] and done.ranks == 8
 
 
-INBOX_WAIT = "    for copy in inbox_copies(m, stage, here, width):\n        copy.wait()\n"
-INBOX_WORDS = "[m.inbox[here, stage.first + i, :, :width] for i in range(stage.size)]"
+INBOX_WAIT = "    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())\n"
+INBOX_WORDS = "[bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]"
 
 # name: (template, what stands there, what is put there, how the finding begins); each a mistake that someone can make
 DAMAGE = {
@@ -119,35 +119,35 @@ DAMAGE = {
         "m.arrived.at[0, stage.number]",
         "code ranks",
     ),
-    "inbox not by half": ("lib/collectives.py.j2", "slot = m.inbox.at[here, ", "slot = m.inbox.at[0, ", "code ranks"),
-    "gather not by half": (
+    "inbox not by half": ("lib/collectives.py.j2", "inbox(m, stage).at[here, me", "inbox(m, stage).at[0, me", "code ranks"),
+    "no halves": (
         "lib/collectives.py.j2",
-        "return lax.rem(m.phase[counter], 2)",
-        "return lax.rem(m.phase[counter], 2 if counter < len(STAGES) else 1)",
+        "return lax.rem(m.phase[stage.number], 2)",
+        "return lax.rem(m.phase[stage.number], 1)",
         "code ranks",
     ),
     "phase not counted": (
         "lib/collectives.py.j2",
-        "    m.phase[stage.number] += 1\n    return [m.inbox",
-        "    return [m.inbox",
+        "    m.phase[stage.number] += 1\n    return [bitcast(inbox",
+        "    return [bitcast(inbox",
         "code ranks",
     ),
     "drain of an exchange dropped": (
         "lib/collectives.py.j2",
-        "    for copy in gather_copies(m, stage, width):\n        copy.wait()\n",
+        "    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())\n",
         "",
         "code",
     ),
     "only arrivals awaited": (
         "lib/collectives.py.j2",
-        "    for copy in inbox_copies(m, stage, here, width):\n        copy.wait()\n",
-        "    for copy in inbox_copies(m, stage, here, width):\n        copy.wait_recv()\n",
+        "message(m, stage, width, step, apart).wait())",
+        "message(m, stage, width, step, apart).wait_recv())",
         "code flight",
     ),
     "only departures awaited": (
         "lib/collectives.py.j2",
-        "    for copy in gather_copies(m, stage, width):\n        copy.wait()\n",
-        "    for copy in gather_copies(m, stage, width):\n        copy.wait_send()\n",
+        "message(m, stage, width, step, apart).wait())",
+        "message(m, stage, width, step, apart).wait_send())",
         "code",
     ),
     "read before the peers' words are here": (
@@ -164,8 +164,8 @@ DAMAGE = {
     ),
     "one peer left out": (
         "lib/collectives.py.j2",
-        "        for step in range(1, stage.size)\n    ]",
-        "        for step in range(2, stage.size)\n    ]",
+        "lax.fori_loop(1, stage.size, lambda step",
+        "lax.fori_loop(2, stage.size, lambda step",
         "code",
     ),
     "no barrier at the start": (
