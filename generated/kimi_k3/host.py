@@ -38,11 +38,11 @@ SPEC = {
 }
 PLAN = {
     "chip": "tpu7x",
-    "layout_hash": "d1a532e1ea884d86",  # of the packed weights that this module reads
+    "layout_hash": "c0d83fac71cf85e7",  # of the packed weights that this module reads
     "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
     "ring_depth": 14,
     "padding_fraction": 0.005763,  # beyond the true bytes of a step, at 1 rows
-    "vmem_bytes": {1: 56995840, 8: 62963200},  # by rows
+    "vmem_bytes": {1: 56346624, 8: 59002368},  # by rows
     "bytes_per_core": {1: 49053581312, 8: 50029346816},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]
@@ -67,7 +67,7 @@ CHUNK_ROWS = {  # u32 rows of each chunk that a sub-layer reads
     "kda": [3864, 448] + 12 * [3584] + [64] + 3 * [3584],
     "mla": [2328] + 3 * [3584] + [3472, 768, 768] + 3 * [3584],
     "dense": [88] + 17 * [3584] + 8 * [3696],
-    "moe": [984, 3136, 8] + 3 * [3584] + [2688, 2688, 3168],
+    "moe": [984, 3136] + 3 * [3584] + [2688, 2688, 8, 3168],
     "end": [88] + 35 * [4096],
 }
 FACT_COLUMNS = {  # further data, one number a layer
@@ -190,7 +190,6 @@ class DecodeStep:
     positions    int32 [rows]: where the token stands, 0 to context - 1; -1: the row is inactive
     next_tokens  int32 [rows, 1]: argmax of the logits, of equal ones the lowest id
     logits       f32 [rows, ranks * share of the vocabulary], sharded over axis 1: `whole_logits`
-
     A row at position 0 starts from clean state. An inactive row reads no experts, writes no state,
     and its results mean nothing. ValueError, before anything runs: position or token out of range,
     a wrong shape or dtype. Positions are checked on the host: those of a device are waited for."""

@@ -185,15 +185,17 @@ def embedded_rows(m, hidden):
         blocks += [bitcast(word << 16, f32), bitcast(word & u32(0xFFFF0000), f32)]
     return jnp.concatenate(blocks, axis=1)[:, :hidden]
 
+NO_TOKEN = 2.0**30  # loses every tie
+
 def greedy_local(logits, first, valid):
-    """logits [8, n], of which `valid` count -> (max f32, lowest id int32), on [8, 128] each."""
+    """logits [8, n], of which `valid` count -> (max, lowest id), f32 [8, 1] each: it holds ids
+    exactly."""
     column = lax.broadcasted_iota(i32, logits.shape, 1)
     logits = jnp.where(column < valid, logits, -jnp.inf)
     top = jnp.max(logits, axis=1, keepdims=True)
     best = (logits == top) & (column < valid)
-    no_token = 2**31 - 1  # of a rank without valid columns: loses every tie
-    token = jnp.min(jnp.where(best, first + column, no_token), axis=1, keepdims=True)
-    return tuple(jnp.broadcast_to(x, (ROWS_PADDED, LANES)) for x in (top, token))
+    token = jnp.where(best, (first + column).astype(f32), NO_TOKEN)
+    return top, jnp.min(token, axis=1, keepdims=True)
 
 # ---- the tape ------------------------------------------------------------------------------------
 
@@ -233,27 +235,26 @@ def stream(m, g, blocks, use, refill=True):
         if refill:
             tape_copy(m, g + RING_DEPTH).start()
         return g + 1
-
     return lax.fori_loop(blocks.start, blocks.stop, one, g)
 
 # ---- exchanges between ranks ---------------------------------------------------------------------
 #
-# A stage exchanges between the ranks that differ in one factor of the mesh, innermost first; on the
-# wire everything is u32. Each use of a stage takes the other half of the inbox: a peer starts use
-# k + 2 after it has my message of use k + 1, sent when I had read all of use k. The gather buffer
-# is read when its last stage is over: a counter of its own. All ranks make the same exchanges in
-# the same order, one at a time.
+# A stage: every rank of a group sends one message to each of the others. It lies in the sender's
+# place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything is
+# u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it has
+# my
+# message of use k + 1, sent when I had read all of use k. An exchange is a path of stages. All
+# ranks
+# make the same ones in the same order, one at a time; other work may run between start and finish.
 
 class Stage(NamedTuple):
     number: int
     size: int  # ranks that exchange
     stride: int  # between neighbours
-    first: int  # inbox slot of the first member
 
-CORE = Stage(0, 2, 1, 0)
-CHIP = Stage(1, 4, 2, 2)
-HOST = Stage(2, 4, 8, 6)
-STAGES = (CORE, CHIP, HOST)
+HOST = Stage(0, 4, 8)
+CHIP_CORE = Stage(1, 8, 1)
+STAGES = (HOST, CHIP_CORE)
 
 def member(stage):
     """My place among the ranks of this stage."""
@@ -264,111 +265,102 @@ def peer(stage, step):
     me = member(stage)
     return lax.axis_index("tp") + (lax.rem(me + step, stage.size) - me) * stage.stride
 
-def half(m, counter):
-    """Which of the two buffer halves the current use of this counter has."""
-    return lax.rem(m.phase[counter], 2)
+def inbox(m, stage):
+    return (m.inbox_host, m.inbox_chip_core)[stage.number]
 
-def remote_copies(m, stage, here, block):
-    """My block to the same place of every other member; `here`: the stage's current half."""
-    arrived, mesh = m.arrived.at[here, stage.number], pl.DeviceIdType.MESH
-    return [
-        pltpu.make_async_remote_copy(block, block, m.sent, arrived, (peer(stage, step),), mesh)
-        for step in range(1, stage.size)
-    ]
+def outbox(m, stage):
+    return (m.outbox_host, m.outbox_chip_core)[stage.number]
 
-def inbox_copies(m, stage, here, width):
-    slot = m.inbox.at[here, stage.first + member(stage)]
-    return remote_copies(m, stage, here, slot.at[:, : -(-width // LANES) * LANES])
+def half(m, stage):
+    """Which of the two halves of its inbox this use of the stage has."""
+    return lax.rem(m.phase[stage.number], 2)
 
-def inbox_start(m, stage, words):
-    here = half(m, stage.number)
-    m.inbox[here, stage.first + member(stage), :, : words.shape[1]] = words
-    for copy in inbox_copies(m, stage, here, words.shape[1]):
-        copy.start()
+def each_peer(stage, act):
+    lax.fori_loop(1, stage.size, lambda step, _: act(step), None)
 
-def inbox_finish(m, stage, width):
-    """Waits for all messages, mine and the peers'; the words of all members, in order."""
-    here = half(m, stage.number)
-    for copy in inbox_copies(m, stage, here, width):
-        copy.wait()
+def message(m, stage, width, step, apart=False):
+    """My message to the rank `step` places further round. apart: the words for that rank alone."""
+    here, me, wide = half(m, stage), member(stage), -(-width // LANES) * LANES
+    mine = source = inbox(m, stage).at[here, me, :, :wide]
+    if apart:
+        source = outbox(m, stage).at[lax.rem(me + step, stage.size), :, :wide]
+    arrived, to = m.arrived.at[here, stage.number], (peer(stage, step),)
+    return pltpu.make_async_remote_copy(source, mine, m.sent, arrived, to, pl.DeviceIdType.MESH)
+
+def send(m, stage, *xs):
+    """Each x f32 [8, n], side by side, to all members."""
+    words = on_wire(m, xs)
+    inbox(m, stage)[half(m, stage), member(stage), :, : words.shape[1]] = words
+    each_peer(stage, lambda step: message(m, stage, words.shape[1], step).start())
+
+def receive(m, stage, width, apart=False):
+    """Waits until all messages are here, and mine away; what all members sent, in order."""
+    here = half(m, stage)
+    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())
     m.phase[stage.number] += 1
-    return [m.inbox[here, stage.first + i, :, :width] for i in range(stage.size)]
+    return [bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]
 
-def reduce_start(m, stage, x, width):
-    """x [8, width] f32: this rank's term, on its way to the other members."""
-    inbox_start(m, stage, bitcast(x[: m.rows, :width], u32))
+def on_wire(m, xs):
+    """f32 [8, n] each -> u32 [rows, all of them side by side]."""
+    return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
 
-def reduce_finish(m, stage, x, width):
-    """x = the sum of all members' terms in order: the same bits everywhere."""
-    terms = [bitcast(w, f32) for w in inbox_finish(m, stage, width)]
-    x[: m.rows, :width] = functools.reduce(jnp.add, terms)
+def columns_of(pieces, ys):
+    """For each (width, y): its columns of every piece, and y."""
+    at = 0
+    for width, y in ys:
+        yield [x[:, at : at + width] for x in pieces], y
+        at += width
 
-def all_reduce(m, x, width):
-    for stage in STAGES:
-        reduce_start(m, stage, x, width)
-        reduce_finish(m, stage, x, width)
+def send_runs(m, stage, xs):
+    """Each x f32 [8, members * n]: member i of the stage gets run i."""
+    me = member(stage)
+    for i in range(stage.size):
+        words = on_wire(m, [jnp.split(x, stage.size, axis=1)[i] for x in xs])
+        width = words.shape[1]
+        outbox(m, stage)[i, :, :width] = words
+    inbox(m, stage)[half(m, stage), me, :, :width] = outbox(m, stage)[me, :, :width]
+    each_peer(stage, lambda step: message(m, stage, width, step, apart=True).start())
 
-def greedy_start(m, stage, top, token):
-    words = jnp.concatenate([bitcast(top, u32), bitcast(token, u32)], axis=1)
-    inbox_start(m, stage, words[: m.rows])
+def gather_start(m, path, *xs):
+    """Each x [8, n] f32 is this rank's piece, on its way to the members of the first stage."""
+    send(m, path[0], *xs)
 
-def greedy_finish(m, stage):
-    """The best (max, lowest id) of all members."""
-    words = inbox_finish(m, stage, 2 * LANES)
-    pairs = [(bitcast(w[:, :LANES], f32), bitcast(w[:, LANES:], i32)) for w in words]
-    top, token = pairs[0]
-    for value, other in pairs[1:]:
-        wins = (value > top) | ((value == top) & (other < token))
-        top, token = jnp.where(wins, value, top), jnp.where(wins, other, token)
-    return pad_rows(top), pad_rows(token)
+def gather_finish(m, path, *ys):
+    """y [8, ranks * width] = the pieces of all ranks, for each (width, y)."""
+    width = sum(n for n, _ in ys)
+    found = receive(m, path[0], width)
+    for stage in path[1:]:
+        send(m, stage, *found)
+        runs = receive(m, stage, width * len(found))
+        found = [x for run in runs for x in heads_of(run, width)]
+    for pieces, y in columns_of(found, ys):
+        y[...] = pad_rows(jnp.concatenate(pieces, axis=1))
 
-def all_greedy(m, top, token):
-    for stage in STAGES:
-        greedy_start(m, stage, top, token)
-        top, token = greedy_finish(m, stage)
-    return top, token
+def scatter_start(m, path, *xs):
+    """Each x f32 [8, up to ranks * n] is this rank's term of a sum: rank r gets run r of n."""
+    ranks = functools.reduce(lambda n, stage: n * stage.size, path, 1)
+    send_runs(m, path[0], [pad_lanes(x, -(-x.shape[1] // ranks) * ranks) for x in xs])
 
-def gather_copies(m, stage, width):
-    """The pieces I hold so far, a run of `stride` ranks, to the same place of the peers."""
-    rank = lax.axis_index("tp")
-    run = pl.ds(rank - lax.rem(rank, stage.stride), stage.stride)
-    block = m.gather.at[half(m, len(STAGES)), run, :, : -(-width // LANES) * LANES]
-    return remote_copies(m, stage, half(m, stage.number), block)
-
-def gather_put(m, x, width):
-    """x [8, width] f32: this rank's piece, into its place."""
-    m.gather[half(m, len(STAGES)), lax.axis_index("tp"), :, :width] = bitcast(x[: m.rows], u32)
-
-def gather_start(m, stage, width):
-    for copy in gather_copies(m, stage, width):
-        copy.start()
-
-def gather_finish(m, stage, width):
-    for copy in gather_copies(m, stage, width):
-        copy.wait()
-    m.phase[stage.number] += 1
-
-def gather_take(m, y, width):
-    """y [8, ranks * width] = all pieces, in the order of the ranks."""
-    pieces = bitcast(m.gather[half(m, len(STAGES)), :, :, :width], f32)
-    y[...] = pad_rows(jnp.concatenate([pieces[r] for r in range(pieces.shape[0])], axis=1))
-    m.phase[len(STAGES)] += 1
-
-def all_gather(m, x, y, width):
-    gather_put(m, x, width)
-    for stage in STAGES:
-        gather_start(m, stage, width)
-        gather_finish(m, stage, width)
-    gather_take(m, y, width)
+def scatter_finish(m, path, *ys):
+    """y [8, width] = this rank's run of the sum over all ranks, for each (width, y)."""
+    runs = functools.reduce(lambda n, stage: n * stage.size, path[1:], 1)
+    for i, stage in enumerate(path):
+        wide = [(runs * width, y) for width, y in ys]
+        found = receive(m, stage, sum(n for n, _ in wide), apart=True)
+        totals = [functools.reduce(jnp.add, terms) for terms, _ in columns_of(found, wide)]
+        if path[i + 1 :]:
+            send_runs(m, path[i + 1], totals)
+            runs //= path[i + 1].size
+    for total, (_, y) in zip(totals, ys):
+        y[...] = pad_rows(total)
 
 def open_exchanges(m):
     """Counters to zero; then wait until every rank that will write here is in this kernel."""
-    for counter in range(len(STAGES) + 1):
-        m.phase[counter] = 0
     barrier, mesh = pltpu.get_barrier_semaphore(), pl.DeviceIdType.MESH
     for stage in STAGES:
-        for step in range(1, stage.size):
-            pl.semaphore_signal(barrier, 1, device_id=(peer(stage, step),), device_id_type=mesh)
+        m.phase[stage.number] = 0
+        signal = functools.partial(pl.semaphore_signal, barrier, 1, device_id_type=mesh)
+        each_peer(stage, lambda step, at=stage: signal(device_id=(peer(at, step),)))
     pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
 
 # ---- linear recurrences --------------------------------------------------------------------------
@@ -600,7 +592,6 @@ def top_k_lanes(key, top_k):
         top = jnp.max(left, axis=1, keepdims=True)
         struck = jnp.sum(jnp.where(left == -jnp.inf, 1.0, 0.0), axis=1, keepdims=True)
         return jnp.where((left == top) & (struck < top_k), -jnp.inf, left)
-
     left = lax.fori_loop(0, top_k, strike, key)
     # the last value struck may stand in more lanes than are needed
     last = jnp.min(jnp.where(left == -jnp.inf, key, jnp.inf), axis=1, keepdims=True)
@@ -648,7 +639,6 @@ def coded_matmul(m, slots, slot, s, left, write):
             starts = [at + (trip * s.wide + i) * each + skip for i in range(s.wide)]
             starts = [pl.multiple_of(a, 8) if each % 8 == 0 else a for a in starts]
             return jnp.concatenate([slots[slot, pl.ds(a, count), :] for a in starts], axis=1)
-
         words = rows(s.scales_at, s.scale_rows, 0, s.scale_rows)
         scales = bitcast(bitcast(words, jnp.uint8).astype(u32) << 23, f32)  # an exponent
         totals = [0.0] * (m.rows if rowwise else 1)
@@ -749,7 +739,10 @@ def begin(m, g):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).wait())
     # -- embed
     m.embedded[...] = embedded_rows(m, 7168)
-    all_reduce(m, m.embedded, 7168)
+    scatter_start(m, (HOST, CHIP_CORE), m.embedded[...])
+    scatter_finish(m, (HOST, CHIP_CORE), (224, m.embedded_run))
+    gather_start(m, (CHIP_CORE, HOST), m.embedded_run[...])
+    gather_finish(m, (CHIP_CORE, HOST), (224, m.embedded))
     # -- enter
     m.running[...] = m.embedded[...]
     return g
@@ -781,7 +774,6 @@ def kda_mixer(m, layer, index, g):
         x = m.h[:, lanes(k * 3584, 3584)]
         w = panels(m, g, 0, 3584, 256)
         m.qkvg_y[:, lanes(n * 256, 256)] += dot(x, w)
-
     g = stream(m, g, range(12), kda_qkvg_block)
     window_read(m, index).wait()
     tape_copy(m, g).wait()  # q_conv+k_conv+v_conv 0, a 40, dt_bias 48, o_norm 56
@@ -808,7 +800,6 @@ def kda_mixer(m, layer, index, g):
             s, clean = m.matrix.at[row, i], m.positions[row] == 0
             m.matrix_outputs[i, pl.ds(row, 1), :] = delta_rule(q, k, decay, v, beta, s, clean)
         matrix_write(m, index, row).start()
-
     each_active_row(m, matrix_row)
     m.recurrence[...] = jnp.concatenate([x[:, :128] for x in m.matrix_outputs[...]], axis=1)
     # -- kda.gated_norm
@@ -825,9 +816,11 @@ def kda_mixer(m, layer, index, g):
         x = m.gated[:, lanes(i * 128, 128)]
         w = panels(m, g, 0, 128, 7168)
         m.o_y[...] += dot(x, w)
-
     g = stream(m, g, range(3), kda_o_block)
-    all_reduce(m, m.o_y, 7168)
+    scatter_start(m, (HOST, CHIP_CORE), m.o_y[...])
+    scatter_finish(m, (HOST, CHIP_CORE), (224, m.out_run))
+    gather_start(m, (CHIP_CORE, HOST), m.out_run[...])
+    gather_finish(m, (CHIP_CORE, HOST), (224, m.o_y))
     # -- kda.add
     block_add(m, layer, m.o_y[...])
     window_write(m, index).wait()
@@ -839,32 +832,28 @@ def mla_mixer(m, layer, index, g):
 
     def first_cache_tile_copy(i, _):
         cache_tile_copy(m, index, i).start()
-
     lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
-    tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, q_a 88, kv_a 1432
+    tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, kv_a 88, q_a 984
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
     # -- mla.norm
     w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
-    # -- mla.q_a
-    m.q_a_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 48))
     # -- mla.kv_a
-    m.kv_a_y[...] = dot_t(m.h[...], columns(m, g, 1432, 7168, 32))
+    m.kv_a_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
+    # -- mla.q_a
+    m.q_a_y[...] = dot_t(m.h[...], columns(m, g, 984, 7168, 48))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
+    gather_start(m, (CHIP_CORE, HOST), m.kv_a_y[:, 0:18], m.q_a_y[...])
 
     # -- mla.g
     def mla_g_block(i, g):
         x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
         m.g_y[:, lanes(i * 128, 128)] = dot(x, w)
-
     g = stream(m, g, range(3), mla_g_block)
-    # -- mla.kv_a
-    all_gather(m, m.kv_a_y[:, 0:18], m.kv_a_whole, 18)
-    # -- mla.q_a
-    all_gather(m, m.q_a_y[...], m.q_a_whole, 48)
+    gather_finish(m, (CHIP_CORE, HOST), (18, m.kv_a_whole), (48, m.q_a_whole))
     tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
     w = vector(m, g, 0, 8, bf16)
@@ -893,9 +882,8 @@ def mla_mixer(m, layer, index, g):
         running = attend_batch(m, kv, batch * KV_BATCH, running)
         for j in range(KV_BATCH):
             i = batch * KV_BATCH + j
-            pl.when(i + KV_SLOTS < m.kv_count[0])(
-                lambda: cache_tile_copy(m, index, i + KV_SLOTS).start()
-            )
+            due = i + KV_SLOTS < m.kv_count[0]
+            pl.when(due)(lambda: cache_tile_copy(m, index, i + KV_SLOTS).start())
         return running
 
     lax.fori_loop(
@@ -916,9 +904,11 @@ def mla_mixer(m, layer, index, g):
         x = m.mla_gated[:, lanes(i * 128, 128)]
         w = panels(m, g, 0, 128, 7168)
         m.o_y[...] += dot(x, w)
-
     g = stream(m, g, range(3), mla_o_block)
-    all_reduce(m, m.o_y, 7168)
+    scatter_start(m, (HOST, CHIP_CORE), m.o_y[...])
+    scatter_finish(m, (HOST, CHIP_CORE), (224, m.out_run))
+    gather_start(m, (CHIP_CORE, HOST), m.out_run[...])
+    gather_finish(m, (CHIP_CORE, HOST), (224, m.o_y))
     # -- mla.add
     block_add(m, layer, m.o_y[...])
     each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
@@ -940,7 +930,6 @@ def dense_ffn(m, layer, index, g):
         x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
         m.gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
-
     g = stream(m, g, range(17), dense_gate_up_block)
     # -- dense.act
     gate = m.gate_up_y[:, 0:1056]
@@ -952,9 +941,11 @@ def dense_ffn(m, layer, index, g):
         x = m.act[...]
         w = panels(m, g, 0, 1056, 896)
         m.down_y[:, lanes(i * 896, 896)] = dot(x, w)
-
     g = stream(m, g, range(8), dense_down_block)
-    all_reduce(m, m.down_y, 7168)
+    scatter_start(m, (HOST, CHIP_CORE), m.down_y[...])
+    scatter_finish(m, (HOST, CHIP_CORE), (224, m.out_run))
+    gather_start(m, (CHIP_CORE, HOST), m.out_run[...])
+    gather_finish(m, (CHIP_CORE, HOST), (224, m.down_y))
     # -- dense.add
     m.running[...] = m.running[...].astype(f32) + m.down_y[...]
     return g
@@ -974,8 +965,26 @@ def moe_ffn(m, layer, index, g):
     m.latent_down_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 112))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    # -- moe.router_logits
-    all_gather(m, m.router_y[:, 0:28], m.router_logits_whole, 28)
+    gather_start(m, (CHIP_CORE, HOST), m.router_y[:, 0:28], m.latent_down_y[...])
+
+    # -- moe.shared_gate_up
+    def moe_shared_gate_up_block(i, g):
+        x = m.h[...]
+        w = panels(m, g, 0, 7168, 128)
+        m.shared_gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
+    g = stream(m, g, range(3), moe_shared_gate_up_block)
+    # -- moe.shared_act
+    gate = m.shared_gate_up_y[:, 0:192]
+    up = m.shared_gate_up_y[:, 192:384]
+    m.shared_act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
+
+    # -- moe.shared_down
+    def moe_shared_down_block(i, g):
+        x = m.shared_act[...]
+        w = panels(m, g, 0, 192, 3584)
+        m.shared_down_y[:, lanes(i * 3584, 3584)] = dot(x, w)
+    g = stream(m, g, range(2), moe_shared_down_block)
+    gather_finish(m, (CHIP_CORE, HOST), (28, m.router_logits_whole), (112, m.latent_in_whole))
     tape_copy(m, g).wait()  # router_bias 0
     # -- moe.route
     score = jax.nn.sigmoid(m.router_logits_whole[...])
@@ -993,31 +1002,7 @@ def moe_ffn(m, layer, index, g):
     def first_experts(i, _):
         take_expert(m, m.wanted, i)
         expert_copy(m, index, i).start()
-
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
-
-    # -- moe.shared_gate_up
-    def moe_shared_gate_up_block(i, g):
-        x = m.h[...]
-        w = panels(m, g, 0, 7168, 128)
-        m.shared_gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
-
-    g = stream(m, g, range(3), moe_shared_gate_up_block)
-    # -- moe.shared_act
-    gate = m.shared_gate_up_y[:, 0:192]
-    up = m.shared_gate_up_y[:, 192:384]
-    m.shared_act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
-
-    # -- moe.shared_down
-    def moe_shared_down_block(i, g):
-        x = m.shared_act[...]
-        w = panels(m, g, 0, 192, 3584)
-        m.shared_down_y[:, lanes(i * 3584, 3584)] = dot(x, w)
-
-    g = stream(m, g, range(2), moe_shared_down_block)
-    # -- moe.latent_in
-    all_gather(m, m.latent_down_y[...], m.latent_in_whole, 112)
-    # -- moe.experts
     m.routed[...] = jnp.zeros_like(m.routed)
     spread(m, m.expert_x, m.latent_in_whole[...], MXFP4)
     first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
@@ -1026,27 +1011,27 @@ def moe_ffn(m, layer, index, g):
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
         run_expert(m, i, m.route, m.routed)
-        pl.when(i + EXPERT_SLOTS < m.expert_count[0])(
-            lambda: expert_copy(m, index, i + EXPERT_SLOTS).start()
-        )
-
+        due = i + EXPERT_SLOTS < m.expert_count[0]
+        pl.when(due)(lambda: expert_copy(m, index, i + EXPERT_SLOTS).start())
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
-    all_reduce(m, m.routed, 3584)
+    scatter_start(m, (HOST, CHIP_CORE), m.routed[...], m.shared_down_y[...])
+    scatter_finish(m, (HOST, CHIP_CORE), (112, m.routed_run), (224, m.shared_out_run))
+    gather_start(m, (CHIP_CORE, HOST), m.routed_run[...])
+    gather_finish(m, (CHIP_CORE, HOST), (112, m.routed))
     tape_copy(m, g).wait()  # latent_norm 0, latent_up 32
     # -- moe.latent_norm
     w = vector(m, g, 0, 32)
     m.routed_norm[...] = rms_norm(m.routed[...], w, 1e-05)
     # -- moe.latent_up
     m.latent_up_y[...] = dot_t(m.routed_norm[...], columns(m, g, 32, 3584, 224))
+    # -- moe.sum
+    m.out[...] = m.latent_up_y[...] + m.shared_out_run[...]
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    # -- moe.routed_out
-    all_gather(m, m.latent_up_y[...], m.routed_out_whole, 224)
-    all_reduce(m, m.shared_down_y, 7168)
-    # -- moe.sum
-    m.out[...] = m.routed_out_whole[...] + m.shared_down_y[...]
+    gather_start(m, (CHIP_CORE, HOST), m.out[...])
+    gather_finish(m, (CHIP_CORE, HOST), (224, m.out_whole))
     # -- moe.add
-    m.running[...] = m.running[...].astype(f32) + m.out[...]
+    m.running[...] = m.running[...].astype(f32) + m.out_whole[...]
     return g
 
 def end(m, g):
@@ -1067,14 +1052,20 @@ def end(m, g):
         x = m.h[:, lanes(k * 1024, 1024)]
         w = panels(m, g, 0, 1024, 1024)
         m.logits[:, lanes(n * 1024, 1024)] += dot(x, w)
-
     g = stream(m, g, range(21), head_block)
     g = stream(m, g, range(21, 35), head_block, refill=False)
     # -- greedy
     first = lax.axis_index("tp") * 5120
     top, token = greedy_local(m.logits[:, :5120], first, jnp.clip(163840 - first, 0, 5120))
-    top, token = all_greedy(m, top, token)
-    m.token[...] = token
+    m.best_logit[...], m.best_token[...] = top, token
+    gather_start(m, (CHIP_CORE, HOST), m.best_logit[...], m.best_token[...])
+    gather_finish(m, (CHIP_CORE, HOST), (1, m.best_logits), (1, m.best_tokens))
+    tops = m.best_logits[...]
+    best = tops == jnp.max(tops, axis=1, keepdims=True)
+    token = jnp.min(jnp.where(best, m.best_tokens[...], NO_TOKEN), axis=1, keepdims=True).astype(
+        i32
+    )
+    m.token[...] = jnp.broadcast_to(token, (ROWS_PADDED, LANES))
     return g
 
 def decode_layer(m, layer, g):
@@ -1131,6 +1122,7 @@ def places(rows):
         "embed_words": vmem((28, rows, 128), u32),  # embedding rows, two features a word
         "embed_sem": dma,  # embedding rows
         "embedded": vmem((8, 7168), f32),  # embed
+        "embedded_run": vmem((8, 224), f32),  # this rank's columns of embedded
         "running": vmem((8, 7168), f32),  # the residual stream
         "snapshots": vmem((8, 8, 7168), f32),  # snapshots of the residual stream
         "mix": vmem((8, 7168), f32),  # block mixture
@@ -1151,11 +1143,12 @@ def places(rows):
         "matrix_outputs": vmem((3, 8, 128), f32),  # what the recurrence gives, not rounded
         "gated": vmem((8, 384), f32),  # gated norm
         "o_y": vmem((8, 7168), f32),  # out, not rounded
-        "q_a_y": vmem((8, 48), f32),  # q_a, not rounded
+        "out_run": vmem((8, 224), f32),  # this rank's columns of out
         "kv_a_y": vmem((8, 32), f32),  # kv_a, not rounded
-        "g_y": vmem((8, 384), f32),  # g, not rounded
+        "q_a_y": vmem((8, 48), f32),  # q_a, not rounded
         "kv_a_whole": vmem((8, 576), f32),  # kv_a of all ranks
         "q_a_whole": vmem((8, 1536), f32),  # q_a of all ranks
+        "g_y": vmem((8, 384), f32),  # g, not rounded
         "q_latent": vmem((8, 1536), f32),  # rms norm
         "latent": vmem((8, 512), f32),  # rms norm
         "q_b_y": vmem((8, 576), f32),  # q, not rounded
@@ -1176,12 +1169,12 @@ def places(rows):
         "router_y": vmem((8, 32), f32),  # router_logits, not rounded
         "latent_down_y": vmem((8, 112), f32),  # latent_in, not rounded
         "router_logits_whole": vmem((8, 896), f32),  # router_logits of all ranks
-        "route": vmem((8, 896), f32),  # route
-        "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
+        "latent_in_whole": vmem((8, 3584), f32),  # latent_in of all ranks
         "shared_gate_up_y": vmem((8, 384), f32),  # shared_gate | shared_up, not rounded
         "shared_act": vmem((8, 192), f32),  # gated activation
         "shared_down_y": vmem((8, 7168), f32),  # shared_out, not rounded
-        "latent_in_whole": vmem((8, 3584), f32),  # latent_in of all ranks
+        "route": vmem((8, 896), f32),  # route
+        "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
         "expert_slot": vmem((4, 8568, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
         "expert_ids": smem((112,), i32),  # local ids of the layer's distinct experts
@@ -1190,18 +1183,28 @@ def places(rows):
         "expert_x": vmem((14, 128, 256), bf16),  # left operand, block-diagonal
         "expert_h": vmem((3, 128, 256), bf16),  # left operand, block-diagonal
         "routed": vmem((8, 3584), f32),  # routed experts
+        "routed_run": vmem((8, 112), f32),  # this rank's columns of routed
+        "shared_out_run": vmem((8, 224), f32),  # this rank's columns of shared_out
         "routed_norm": vmem((8, 3584), f32),  # rms norm
         "latent_up_y": vmem((8, 224), f32),  # routed_out, not rounded
-        "routed_out_whole": vmem((8, 7168), f32),  # routed_out of all ranks
-        "out": vmem((8, 7168), f32),  # add
+        "out": vmem((8, 224), f32),  # add
+        "out_whole": vmem((8, 7168), f32),  # out of all ranks
+        "best_logit": vmem((8, 1), f32),  # the largest logit here
+        "best_token": vmem((8, 1), f32),  # its token
+        "best_logits": vmem((8, 32), f32),  # best_logit of all ranks
+        "best_tokens": vmem((8, 32), f32),  # best_token of all ranks
         "ring": vmem((14, 4096, 128), u32),  # chunks of the tape, one a slot
         "ring_sem": dma((14,)),  # one a ring slot
         "position_column": vmem((8, 1), i32),  # positions as a column; padding rows are inactive
-        "inbox": vmem((2, 10, rows, 7168), u32),  # by half, member; peers write here
-        "gather": vmem((2, 32, rows, 256), u32),  # by half, rank; peers write here
-        "phase": smem((4,), i32),  # uses of each stage so far; gathers so far
+        "inbox_host": vmem((2, 4, rows, 2688), u32),  # by half, member; peers write here
+        "outbox_host": vmem((4, rows, 2688), u32),  # words that differ by peer, on their way out
+        "inbox_chip_core": vmem((2, 8, rows, 384), u32),  # by half, member; peers write here
+        "outbox_chip_core": vmem(
+            (8, rows, 384), u32
+        ),  # words that differ by peer, on their way out
+        "phase": smem((2,), i32),  # uses of each stage so far
         "sent": dma,  # messages on their way out
-        "arrived": dma((2, 3)),  # messages that came in: half, stage
+        "arrived": dma((2, 2)),  # messages that came in: half, stage
     }
 
 def decode_call(rows, operands, state, interpret=False):

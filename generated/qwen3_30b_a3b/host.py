@@ -42,7 +42,7 @@ PLAN = {
     "tape_rows": 695824,  # u32 rows of 512 bytes on a rank
     "ring_depth": 18,
     "padding_fraction": 0.001515,  # beyond the true bytes of a step, at 1 rows
-    "vmem_bytes": {1: 58840576, 8: 59564544},  # by rows
+    "vmem_bytes": {1: 58865152, 8: 59646464},  # by rows
     "bytes_per_core": {1: 7782473728, 8: 8487116800},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]
@@ -184,7 +184,6 @@ class DecodeStep:
     positions    int32 [rows]: where the token stands, 0 to context - 1; -1: the row is inactive
     next_tokens  int32 [rows, 1]: argmax of the logits, of equal ones the lowest id
     logits       f32 [rows, ranks * share of the vocabulary], sharded over axis 1: `whole_logits`
-
     A row at position 0 starts from clean state. An inactive row reads no experts, writes no state,
     and its results mean nothing. ValueError, before anything runs: position or token out of range,
     a wrong shape or dtype. Positions are checked on the host: those of a device are waited for."""

@@ -119,15 +119,17 @@ def embedded_rows(m, hidden):
         blocks += [bitcast(word << 16, f32), bitcast(word & u32(0xFFFF0000), f32)]
     return jnp.concatenate(blocks, axis=1)[:, :hidden]
 
+NO_TOKEN = 2.0**30  # loses every tie
+
 def greedy_local(logits, first, valid):
-    """logits [8, n], of which `valid` count -> (max f32, lowest id int32), on [8, 128] each."""
+    """logits [8, n], of which `valid` count -> (max, lowest id), f32 [8, 1] each: it holds ids
+    exactly."""
     column = lax.broadcasted_iota(i32, logits.shape, 1)
     logits = jnp.where(column < valid, logits, -jnp.inf)
     top = jnp.max(logits, axis=1, keepdims=True)
     best = (logits == top) & (column < valid)
-    no_token = 2**31 - 1  # of a rank without valid columns: loses every tie
-    token = jnp.min(jnp.where(best, first + column, no_token), axis=1, keepdims=True)
-    return tuple(jnp.broadcast_to(x, (ROWS_PADDED, LANES)) for x in (top, token))
+    token = jnp.where(best, (first + column).astype(f32), NO_TOKEN)
+    return top, jnp.min(token, axis=1, keepdims=True)
 
 # ---- the tape ------------------------------------------------------------------------------------
 
@@ -157,26 +159,27 @@ def stream(m, g, blocks, use, refill=True):
         if refill:
             tape_copy(m, g + RING_DEPTH).start()
         return g + 1
-
     return lax.fori_loop(blocks.start, blocks.stop, one, g)
 
 # ---- exchanges between ranks ---------------------------------------------------------------------
 #
-# A stage exchanges between the ranks that differ in one factor of the mesh, innermost first; on the
-# wire everything is u32. Each use of a stage takes the other half of the inbox: a peer starts use
-# k + 2 after it has my message of use k + 1, sent when I had read all of use k. The gather buffer
-# is read when its last stage is over: a counter of its own. All ranks make the same exchanges in
-# the same order, one at a time.
+# A stage: every rank of a group sends one message to each of the others. It lies in the sender's
+# place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything is
+# u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it has
+# my
+# message of use k + 1, sent when I had read all of use k. An exchange is a path of stages. All
+# ranks
+# make the same ones in the same order, one at a time; other work may run between start and finish.
 
 class Stage(NamedTuple):
     number: int
     size: int  # ranks that exchange
     stride: int  # between neighbours
-    first: int  # inbox slot of the first member
 
-CORE = Stage(0, 2, 1, 0)
-CHIP = Stage(1, 4, 2, 2)
-STAGES = (CORE, CHIP)
+CORE = Stage(0, 2, 1)
+CHIP = Stage(1, 4, 2)
+ALL = Stage(2, 8, 1)
+STAGES = (CORE, CHIP, ALL)
 
 def member(stage):
     """My place among the ranks of this stage."""
@@ -187,78 +190,87 @@ def peer(stage, step):
     me = member(stage)
     return lax.axis_index("tp") + (lax.rem(me + step, stage.size) - me) * stage.stride
 
-def half(m, counter):
-    """Which of the two buffer halves the current use of this counter has."""
-    return lax.rem(m.phase[counter], 2)
+def inbox(m, stage):
+    return (m.inbox_core, m.inbox_chip, m.inbox_all)[stage.number]
 
-def remote_copies(m, stage, here, block):
-    """My block to the same place of every other member; `here`: the stage's current half."""
-    arrived, mesh = m.arrived.at[here, stage.number], pl.DeviceIdType.MESH
-    return [
-        pltpu.make_async_remote_copy(block, block, m.sent, arrived, (peer(stage, step),), mesh)
-        for step in range(1, stage.size)
-    ]
+def half(m, stage):
+    """Which of the two halves of its inbox this use of the stage has."""
+    return lax.rem(m.phase[stage.number], 2)
 
-def inbox_copies(m, stage, here, width):
-    slot = m.inbox.at[here, stage.first + member(stage)]
-    return remote_copies(m, stage, here, slot.at[:, : -(-width // LANES) * LANES])
+def each_peer(stage, act):
+    lax.fori_loop(1, stage.size, lambda step, _: act(step), None)
 
-def inbox_start(m, stage, words):
-    here = half(m, stage.number)
-    m.inbox[here, stage.first + member(stage), :, : words.shape[1]] = words
-    for copy in inbox_copies(m, stage, here, words.shape[1]):
-        copy.start()
+def message(m, stage, width, step, apart=False):
+    """My message to the rank `step` places further round. apart: the words for that rank alone."""
+    here, me, wide = half(m, stage), member(stage), -(-width // LANES) * LANES
+    mine = source = inbox(m, stage).at[here, me, :, :wide]
+    arrived, to = m.arrived.at[here, stage.number], (peer(stage, step),)
+    return pltpu.make_async_remote_copy(source, mine, m.sent, arrived, to, pl.DeviceIdType.MESH)
 
-def inbox_finish(m, stage, width):
-    """Waits for all messages, mine and the peers'; the words of all members, in order."""
-    here = half(m, stage.number)
-    for copy in inbox_copies(m, stage, here, width):
-        copy.wait()
+def send(m, stage, *xs):
+    """Each x f32 [8, n], side by side, to all members."""
+    words = on_wire(m, xs)
+    inbox(m, stage)[half(m, stage), member(stage), :, : words.shape[1]] = words
+    each_peer(stage, lambda step: message(m, stage, words.shape[1], step).start())
+
+def receive(m, stage, width, apart=False):
+    """Waits until all messages are here, and mine away; what all members sent, in order."""
+    here = half(m, stage)
+    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())
     m.phase[stage.number] += 1
-    return [m.inbox[here, stage.first + i, :, :width] for i in range(stage.size)]
+    return [bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]
 
-def reduce_start(m, stage, x, width):
-    """x [8, width] f32: this rank's term, on its way to the other members."""
-    inbox_start(m, stage, bitcast(x[: m.rows, :width], u32))
+def on_wire(m, xs):
+    """f32 [8, n] each -> u32 [rows, all of them side by side]."""
+    return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
 
-def reduce_finish(m, stage, x, width):
-    """x = the sum of all members' terms in order: the same bits everywhere."""
-    terms = [bitcast(w, f32) for w in inbox_finish(m, stage, width)]
-    x[: m.rows, :width] = functools.reduce(jnp.add, terms)
+def columns_of(pieces, ys):
+    """For each (width, y): its columns of every piece, and y."""
+    at = 0
+    for width, y in ys:
+        yield [x[:, at : at + width] for x in pieces], y
+        at += width
 
-def all_reduce(m, x, width):
-    for stage in STAGES:
-        reduce_start(m, stage, x, width)
-        reduce_finish(m, stage, x, width)
+def gather_start(m, path, *xs):
+    """Each x [8, n] f32 is this rank's piece, on its way to the members of the first stage."""
+    send(m, path[0], *xs)
 
-def greedy_start(m, stage, top, token):
-    words = jnp.concatenate([bitcast(top, u32), bitcast(token, u32)], axis=1)
-    inbox_start(m, stage, words[: m.rows])
+def gather_finish(m, path, *ys):
+    """y [8, ranks * width] = the pieces of all ranks, for each (width, y)."""
+    width = sum(n for n, _ in ys)
+    found = receive(m, path[0], width)
+    for stage in path[1:]:
+        send(m, stage, *found)
+        runs = receive(m, stage, width * len(found))
+        found = [x for run in runs for x in heads_of(run, width)]
+    for pieces, y in columns_of(found, ys):
+        y[...] = pad_rows(jnp.concatenate(pieces, axis=1))
 
-def greedy_finish(m, stage):
-    """The best (max, lowest id) of all members."""
-    words = inbox_finish(m, stage, 2 * LANES)
-    pairs = [(bitcast(w[:, :LANES], f32), bitcast(w[:, LANES:], i32)) for w in words]
-    top, token = pairs[0]
-    for value, other in pairs[1:]:
-        wins = (value > top) | ((value == top) & (other < token))
-        top, token = jnp.where(wins, value, top), jnp.where(wins, other, token)
-    return pad_rows(top), pad_rows(token)
+def sums(found, ys):
+    """The sum of all members' terms in order, the same bits everywhere, for each (width, y)."""
+    return [functools.reduce(jnp.add, terms) for terms, _ in columns_of(found, ys)]
 
-def all_greedy(m, top, token):
-    for stage in STAGES:
-        greedy_start(m, stage, top, token)
-        top, token = greedy_finish(m, stage)
-    return top, token
+def reduce_start(m, path, *xs):
+    """Each x [8, n] f32 is this rank's term of a sum."""
+    send(m, path[0], *xs)
+
+def reduce_finish(m, path, *ys):
+    """y = the sum over all ranks, for each (width, y)."""
+    width = sum(n for n, _ in ys)
+    totals = sums(receive(m, path[0], width), ys)
+    for stage in path[1:]:
+        send(m, stage, *totals)
+        totals = sums(receive(m, stage, width), ys)
+    for total, (width, y) in zip(totals, ys):
+        y[:, :width] = pad_rows(total)
 
 def open_exchanges(m):
     """Counters to zero; then wait until every rank that will write here is in this kernel."""
-    for counter in range(len(STAGES) + 1):
-        m.phase[counter] = 0
     barrier, mesh = pltpu.get_barrier_semaphore(), pl.DeviceIdType.MESH
     for stage in STAGES:
-        for step in range(1, stage.size):
-            pl.semaphore_signal(barrier, 1, device_id=(peer(stage, step),), device_id_type=mesh)
+        m.phase[stage.number] = 0
+        signal = functools.partial(pl.semaphore_signal, barrier, 1, device_id_type=mesh)
+        each_peer(stage, lambda step, at=stage: signal(device_id=(peer(at, step),)))
     pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
 
 # ---- rotary embedding ----------------------------------------------------------------------------
@@ -475,7 +487,6 @@ def top_k_lanes(key, top_k):
         top = jnp.max(left, axis=1, keepdims=True)
         struck = jnp.sum(jnp.where(left == -jnp.inf, 1.0, 0.0), axis=1, keepdims=True)
         return jnp.where((left == top) & (struck < top_k), -jnp.inf, left)
-
     left = lax.fori_loop(0, top_k, strike, key)
     # the last value struck may stand in more lanes than are needed
     last = jnp.min(jnp.where(left == -jnp.inf, key, jnp.inf), axis=1, keepdims=True)
@@ -513,7 +524,6 @@ def expert_matmul(m, slot, s, lhs, write):
         w = [panel_part(m, slot, s.at, p + i, rows, 0, rows) for i in range(wide)]
         w = jnp.concatenate([bitcast(part, bf16) for part in w], axis=1)
         write(p, wide * LANES, dot(lhs[...], w))
-
     lax.fori_loop(0, s.panels // s.wide, group, None)
 
 def run_expert(m, i, route, y):
@@ -576,21 +586,22 @@ def tape_copy(m, g):
 
 def begin(m, g):
     """Embedding rows of the tokens; how far each kind's heads are turned."""
-    tape_copy(m, g).wait()  # attention.rope 0
-    # -- attention.rope
-    frequency = line(vector(m, g, 0, 8), 128)
-    angle = rope_angles(m, frequency)
-    m.attention_cos[...] = jnp.cos(angle)
-    m.attention_sin[...] = jnp.sin(angle)
     for row in range(m.rows):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).start())
     for row in range(m.rows):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).wait())
     # -- embed
     m.embedded[...] = embedded_rows(m, 2048)
+    reduce_start(m, (CORE, CHIP), m.embedded[...])
+    tape_copy(m, g).wait()  # attention.rope 0
+    # -- attention.rope
+    frequency = line(vector(m, g, 0, 8), 128)
+    angle = rope_angles(m, frequency)
+    m.attention_cos[...] = jnp.cos(angle)
+    m.attention_sin[...] = jnp.sin(angle)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    all_reduce(m, m.embedded, 2048)
+    reduce_finish(m, (CORE, CHIP), (2048, m.embedded))
     # -- enter
     m.running[...] = m.embedded[...].astype(bf16)
     return g
@@ -600,7 +611,6 @@ def attention_mixer(m, layer, index, g):
 
     def first_cache_tile_copy(i, _):
         cache_tile_copy(m, index, i).start()
-
     lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
     tape_copy(m, g).wait()  # mixer.norm 0
     # -- attention.norm
@@ -615,7 +625,6 @@ def attention_mixer(m, layer, index, g):
         x = m.h[:, lanes(i * 1024, 1024)]
         w = panels(m, g, 0, 1024, 768)
         m.qkv_y[...] += dot(x, w)
-
     g = stream(m, g, range(2), attention_qkv_block)
     tape_copy(m, g).wait()  # q_norm 0, k_norm 8
     # -- attention.qk
@@ -644,9 +653,8 @@ def attention_mixer(m, layer, index, g):
         running = attend_batch(m, kv, batch * KV_BATCH, running)
         for j in range(KV_BATCH):
             i = batch * KV_BATCH + j
-            pl.when(i + KV_SLOTS < m.kv_count[0])(
-                lambda: cache_tile_copy(m, index, i + KV_SLOTS).start()
-            )
+            due = i + KV_SLOTS < m.kv_count[0]
+            pl.when(due)(lambda: cache_tile_copy(m, index, i + KV_SLOTS).start())
         return running
 
     lax.fori_loop(
@@ -658,7 +666,8 @@ def attention_mixer(m, layer, index, g):
     m.o_y[...] = dot(m.attended[...], panels(m, g, 0, 512, 2048))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    all_reduce(m, m.o_y, 2048)
+    reduce_start(m, (CORE, CHIP), m.o_y[...])
+    reduce_finish(m, (CORE, CHIP), (2048, m.o_y))
     # -- attention.add
     m.running[...] = (m.running[...].astype(f32) + round_bf16(m.o_y[...])).astype(bf16)
     each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
@@ -689,7 +698,6 @@ def moe_ffn(m, layer, index, g):
     def first_experts(i, _):
         take_expert(m, m.wanted, i)
         expert_copy(m, index, i).start()
-
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
     m.routed[...] = jnp.zeros_like(m.routed)
     m.expert_x[...] = m.h[...]
@@ -699,12 +707,11 @@ def moe_ffn(m, layer, index, g):
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
         run_expert(m, i, m.route, m.routed)
-        pl.when(i + EXPERT_SLOTS < m.expert_count[0])(
-            lambda: expert_copy(m, index, i + EXPERT_SLOTS).start()
-        )
-
+        due = i + EXPERT_SLOTS < m.expert_count[0]
+        pl.when(due)(lambda: expert_copy(m, index, i + EXPERT_SLOTS).start())
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
-    all_reduce(m, m.routed, 2048)
+    reduce_start(m, (CORE, CHIP), m.routed[...])
+    reduce_finish(m, (CORE, CHIP), (2048, m.routed))
     # -- moe.add
     m.running[...] = (m.running[...].astype(f32) + round_bf16(m.routed[...])).astype(bf16)
     return g
@@ -725,14 +732,20 @@ def end(m, g):
         x = m.h[:, lanes(k * 512, 512)]
         w = panels(m, g, 0, 512, 1920)
         m.logits[:, lanes(n * 1920, 1920)] += dot(x, w)
-
     g = stream(m, g, range(22), head_block)
     g = stream(m, g, range(22, 40), head_block, refill=False)
     # -- greedy
     first = lax.axis_index("tp") * 18992
     top, token = greedy_local(m.logits[:, :18992], first, jnp.clip(151936 - first, 0, 18992))
-    top, token = all_greedy(m, top, token)
-    m.token[...] = token
+    m.best_logit[...], m.best_token[...] = top, token
+    gather_start(m, (ALL,), m.best_logit[...], m.best_token[...])
+    gather_finish(m, (ALL,), (1, m.best_logits), (1, m.best_tokens))
+    tops = m.best_logits[...]
+    best = tops == jnp.max(tops, axis=1, keepdims=True)
+    token = jnp.min(jnp.where(best, m.best_tokens[...], NO_TOKEN), axis=1, keepdims=True).astype(
+        i32
+    )
+    m.token[...] = jnp.broadcast_to(token, (ROWS_PADDED, LANES))
     return g
 
 def decode_layer(m, layer, g):
@@ -782,11 +795,11 @@ def places(rows):
     """VMEM, SMEM and semaphores of one core."""
     vmem, smem, dma = pltpu.VMEM, pltpu.SMEM, pltpu.SemaphoreType.DMA
     return {
-        "attention_cos": vmem((8, 128), f32),  # rope table, all layers
-        "attention_sin": vmem((8, 128), f32),  # rope table, all layers
         "embed_words": vmem((8, rows, 128), u32),  # embedding rows, two features a word
         "embed_sem": dma,  # embedding rows
         "embedded": vmem((8, 2048), f32),  # embed
+        "attention_cos": vmem((8, 128), f32),  # rope table, all layers
+        "attention_sin": vmem((8, 128), f32),  # rope table, all layers
         "running": vmem((8, 2048), bf16),  # the residual stream
         "h": vmem((8, 2048), bf16),  # rms norm
         "qkv_y": vmem((8, 768), f32),  # q | k | v, not rounded
@@ -814,13 +827,19 @@ def places(rows):
         "expert_x": vmem((8, 2048), bf16),  # left operand
         "expert_h": vmem((8, 384), bf16),  # left operand
         "routed": vmem((8, 2048), f32),  # routed experts
+        "best_logit": vmem((8, 1), f32),  # the largest logit here
+        "best_token": vmem((8, 1), f32),  # its token
+        "best_logits": vmem((8, 8), f32),  # best_logit of all ranks
+        "best_tokens": vmem((8, 8), f32),  # best_token of all ranks
         "ring": vmem((18, 4096, 128), u32),  # chunks of the tape, one a slot
         "ring_sem": dma((18,)),  # one a ring slot
         "position_column": vmem((8, 1), i32),  # positions as a column; padding rows are inactive
-        "inbox": vmem((2, 6, rows, 2048), u32),  # by half, member; peers write here
-        "phase": smem((3,), i32),  # uses of each stage so far; gathers so far
+        "inbox_core": vmem((2, 2, rows, 2048), u32),  # by half, member; peers write here
+        "inbox_chip": vmem((2, 4, rows, 2048), u32),  # by half, member; peers write here
+        "inbox_all": vmem((2, 8, rows, 128), u32),  # by half, member; peers write here
+        "phase": smem((3,), i32),  # uses of each stage so far
         "sent": dma,  # messages on their way out
-        "arrived": dma((2, 2)),  # messages that came in: half, stage
+        "arrived": dma((2, 3)),  # messages that came in: half, stage
     }
 
 def decode_call(rows, operands, state, interpret=False):
