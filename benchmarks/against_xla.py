@@ -33,19 +33,22 @@ DEPTHS, QUICK_DEPTHS = [1, 2, 4, 8], [1, 2, 4]
 
 
 def measure(bench: Bench, case: Case, rows: int, quick: bool) -> dict:
-    spec = case.load()
-    bench.say(f"{case.spec}, {rows} rows")
-    ours = bench.mkgen(case, rows)
+    """The rival's side of one model and number of rows."""
+    spec, began = case.load(), time.strftime("%Y-%m-%d")
     tried = [ep for ep in layouts(spec) if not quick or ep in (1, 2, spec.build.expert_parallel)]
     ep, found = bench.best_layout(case, rows, tried)
     programs = {}
     for program in (bench.unrolled(case, rows, ep, QUICK_DEPTHS if quick else DEPTHS), bench.loop(case, rows, ep)):
         programs[program.form] = as_dict(program) | {"step": step_of(spec, program.full, ep, rows)}
     mean = programs["loop"]["step"]["mean_experts"]
-    target = load_target(spec.build.chip)
     return {"spec": case.spec, "rows": rows, "context": case.context, "ranks": spec.build.ranks, "layers": spec.model.layers, "expert_parallel": ep,
-            "layouts": found, "programs": programs, "bytes": weight_bytes(case, rows, ep, mean), "mkgen": ours,
-            "floor_ms": 1e3 * ours["streamed_bytes"] / target.hbm_bytes_per_s}
+            "layouts": found, "programs": programs, "bytes": weight_bytes(case, rows, ep, mean), "quick": quick, "date": began}
+
+
+def against(bench: Bench, case: Case, rows: int, theirs: dict) -> dict:
+    """With mkgen's side, which is measured in every run."""
+    ours = bench.mkgen(case, rows)
+    return theirs | {"mkgen": ours, "floor_ms": 1e3 * ours["streamed_bytes"] / load_target(case.load().build.chip).hbm_bytes_per_s}
 
 
 def rival_is_right() -> str:
@@ -57,21 +60,36 @@ def rival_is_right() -> str:
     return f"Its numbers were held against `mkgen.reference` in this run, in float32 on small widths, every model in both forms: {ran.stdout.strip().splitlines()[-1]}."
 
 
+def wanted(given: argparse.Namespace) -> list[tuple[Case, int]]:
+    """Those that were asked for, one row first: the large programs come last."""
+    chosen = [c for c in CASES if not given.spec or c.spec in given.spec]
+    return sorted(((c, rows) for c in chosen for rows in (c.rows[:1] if given.quick else c.rows)), key=lambda of: of[1])
+
+
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("-o", "--out", type=Path, help="write the page there")
     asked.add_argument("--json", action="store_true", help="print all figures as JSON instead of the ratios")
     asked.add_argument("--quick", action="store_true", help="one row, fewer depths and layouts")
     asked.add_argument("--spec", nargs="*", choices=[c.spec for c in CASES], help="only these")
+    asked.add_argument("--figures", type=Path, help="JSON of the rival's figures: what it has is not measured again, what it lacks is added")
     given = asked.parse_args()
     began = time.perf_counter()
     say = lambda text: print(f"{time.perf_counter() - began:6.0f} s  {text}", file=sys.stderr, flush=True)
     checked = rival_is_right()
     say(checked)
+    known = json.loads(given.figures.read_text()) if given.figures and given.figures.exists() else {}
+    cases = []
     with tempfile.TemporaryDirectory(prefix="against-xla-") as scratch:
         bench = Bench(Path(scratch), say)
-        cases = [measure(bench, case, rows, given.quick) for case in CASES if not given.spec or case.spec in given.spec
-                 for rows in (case.rows[:1] if given.quick else case.rows)]
+        for case, rows in wanted(given):
+            say(f"{case.spec}, {rows} row{'s' * (rows > 1)}")
+            key = f"{case.spec} {rows}"
+            theirs = known.get(key) or measure(bench, case, rows, given.quick)
+            if given.figures:
+                known[key] = theirs
+                given.figures.write_text(json.dumps(known, indent=1), encoding="utf-8")
+            cases.append(against(bench, case, rows, theirs))
     target = load_target("tpu7x")
     words = ["python benchmarks/against_xla.py", *sys.argv[1:]]
     about = {"command": " ".join(words), "machine": f"a {os.cpu_count()}-core {platform.machine()} machine", "minutes": (time.perf_counter() - began) / 60,

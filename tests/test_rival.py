@@ -17,6 +17,9 @@ from mkgen.reference.evaluate import Decoder  # noqa: E402
 from mkgen.spec import schedule  # noqa: E402
 from mkgen.spec.load import load_spec  # noqa: E402
 from mkgen.spec.model import Run  # noqa: E402
+from mkgen.targets import load_target  # noqa: E402
+from mkgen.targets.exchange import phase_seconds  # noqa: E402
+from rival import exchange  # noqa: E402
 from rival.arrays import dtype_of, to_fp8  # noqa: E402
 from rival.chance import busiest, mean_distinct  # noqa: E402
 from rival.hlo import Module  # noqa: E402
@@ -192,7 +195,7 @@ def test_weights_on_their_way_across_a_layers_end():
 def test_a_step_is_its_launches_and_the_waits_for_a_shared_memory():
     fast = timed_step(module(2.0), 1e9)
     assert fast["profile"] == 100 + 1000 + 2 * 400 + 10 + 100 and fast["cycles"] == pytest.approx(fast["profile"], abs=1)
-    assert timed_step(module(2.0), 1e9, exchanges=False)["profile"] == fast["profile"] - 1000
+    assert timed_step(module(2.0), 1e9, lambda i: 300.0)["cycles"] == pytest.approx(fast["profile"] - 700, abs=1)
     # nothing hides the first weight; the second has what two experts leave of the memory, and its reader waits for the rest
     slow, rest = timed_step(module(2.0), 200.0), WEIGHT - (2 * 400 * 200 - 2 * WEIGHT)
     assert slow["bytes"] == 4 * WEIGHT and slow["cycles"] == pytest.approx(fast["profile"] + (WEIGHT + rest) / 200)
@@ -209,6 +212,17 @@ def test_a_copy_moves_while_others_compute_but_not_while_they_read():
     assert clock.now == 60.0 and clock.bytes == 600.0
     clock.run(1.0, 200.0)                            # more than its cycles allow
     assert clock.now == 80.0
+
+
+def test_exchanges_cost_what_the_simulators_phases_do():
+    target, host = load_target("tpu7x"), {"chip": 4, "core": 2}
+    flat = phase_seconds(target, 7, 4096, factors=("core", "chip"))
+    staged = phase_seconds(target, 1, 4096, factors=("core",)) + phase_seconds(target, 3, 8192, factors=("chip",))
+    assert exchange.all_gather(target, host, 4096) == min(flat, staged)
+    assert exchange.all_reduce(target, host, 2**24) < phase_seconds(target, 7, 2**24, factors=("core", "chip")) / 2     # shares pay
+    assert exchange.all_reduce(target, {"core": 2}, 1024) == phase_seconds(target, 1, 1024, factors=("core",))
+    [psum] = [i for i, _ in module(0.0).runs() if i.collective]
+    assert exchange.cycles(target, host, psum) == pytest.approx(exchange.all_reduce(target, host, 256) * target.clock_hz)
 
 
 def test_experts_of_the_busiest_group():

@@ -7,6 +7,7 @@ copies move, in their order, with what is left of its time; who reads a copy wai
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -53,20 +54,22 @@ class Clock:
             self.spend(ahead)
 
 
-def step(module: Module, rate: float, exchanges: bool = True) -> dict:
-    """cycles: of a step. profile: the launches' own figures, added up. bytes: what the memory gave. without: launches that the profile has no figure for, by
-    op; they cost nothing here. exchanges=False: nor do exchanges."""
+Price = Callable[[Instruction], float]               # cycles of an exchange, in place of the profile's
+
+
+def step(module: Module, rate: float, price: Price | None = None) -> dict:
+    """cycles: of a step. profile: the launches' own figures, added up. bytes: what the memory gave. without: launches that the profile has no
+    figure for, by op; they cost nothing here. price: of exchanges; None: as profiled."""
     done = [(i, times) for i, times in module.runs() if i.launch]
     without: dict[str, float] = {}
     for i, times in done:
         if i.cycles is None:
             without[i.op] = without.get(i.op, 0) + times
-    clock = timed(module, module.entry, rate, exchanges)
-    return {"cycles": clock.now, "bytes": clock.bytes, "without": without,
-            "profile": sum(t * (i.cycles or 0) for i, t in done if exchanges or not i.collective)}
+    clock = timed(module, module.entry, rate, price)
+    return {"cycles": clock.now, "bytes": clock.bytes, "without": without, "profile": sum(t * (i.cycles or 0) for i, t in done)}
 
 
-def timed(module: Module, computation: str, rate: float, exchanges: bool) -> Clock:
+def timed(module: Module, computation: str, rate: float, price: Price | None) -> Clock:
     """A computation alone, from an idle memory."""
     clock, made = Clock(rate), {i.name: i for i in module.computations[computation]}
     for i in module.computations[computation]:
@@ -75,10 +78,12 @@ def timed(module: Module, computation: str, rate: float, exchanges: bool) -> Clo
         elif i.op in COPY_DONE:
             clock.wait(i.operands[0])
         elif i.op in ("while", "call"):
-            inner = timed(module, module.body(i) if i.op == "while" else i.called[0], rate, exchanges)
+            inner = timed(module, module.body(i) if i.op == "while" else i.called[0], rate, price)
             often = module.often(i) if i.op == "while" else 1.0
             clock.run(often * inner.now, often * inner.bytes)
-        elif i.launch and (exchanges or not i.collective):
+        elif i.launch and i.collective and price:
+            clock.run(price(i), 0.0)
+        elif i.launch:
             cycles = i.cycles or 0
             # bytes beyond what it could move in its time at twice the rate are no traffic: an operand that is read in part
             clock.run(cycles, min(traffic(module, made, i), 2 * cycles * rate))
