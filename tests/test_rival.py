@@ -1,4 +1,5 @@
 """The rival of the benchmark: its numbers against the reference, and the counters of what XLA made of it."""
+
 import sys
 from dataclasses import replace
 from functools import cache
@@ -24,25 +25,37 @@ from rival.arrays import dtype_of, to_fp8  # noqa: E402
 from rival.chance import busiest, mean_distinct  # noqa: E402
 from rival.hlo import Module  # noqa: E402
 from rival.layers import NoRival  # noqa: E402
-from rival.measure import Bench, Case, extrapolate  # noqa: E402
+from rival.cases import Case  # noqa: E402
+from rival.fit import extrapolate  # noqa: E402
+from rival.measure import Bench  # noqa: E402
+from rival.page import section, summary  # noqa: E402
 from rival.model import FORMS, Rival  # noqa: E402
 from rival.timing import Clock, step as timed_step  # noqa: E402
 
 CONTEXT, ROWS, STEPS = 16, 2, 3
-TOLERANCE = 1e-4                                  # of the logits' standard deviation; both sides are float32
+TOLERANCE = 1e-4  # of the logits' standard deviation; both sides are float32
 SMALL = {
     "kimi_k3": dict(
-        model=dict(hidden=128, vocab=64, mixer="(kda*3 mla)*2 mla", ffn="dense moe*8"), block=4,
-        kda=dict(heads=4, key_dim=16, value_dim=32), decay_rank=24,
+        model=dict(hidden=128, vocab=64, mixer="(kda*3 mla)*2 mla", ffn="dense moe*8"),
+        block=4,
+        kda=dict(heads=4, key_dim=16, value_dim=32),
+        decay_rank=24,
         mla=dict(heads=4, q_rank=40, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=16),
-        dense=dict(width=96), moe=dict(experts=16, top_k=4, width=64, shared_width=32, latent=64)),
+        dense=dict(width=96),
+        moe=dict(experts=16, top_k=4, width=64, shared_width=32, latent=64),
+    ),
     "qwen3_30b_a3b": dict(
         model=dict(hidden=64, vocab=64, mixer="attention*3", ffn="moe*3"),
-        attention=dict(heads=8, kv_heads=2, head_dim=16), moe=dict(experts=16, top_k=4, width=32)),
+        attention=dict(heads=8, kv_heads=2, head_dim=16),
+        moe=dict(experts=16, top_k=4, width=32),
+    ),
     "qwen3_8_27b": dict(
         model=dict(hidden=64, vocab=64, mixer="(gdn*3 attention)*2", ffn="dense*8"),
         gdn=dict(heads=8, key_heads=4, key_dim=16, value_dim=16),
-        attention=dict(heads=8, kv_heads=2, head_dim=32), rope_width=8, dense=dict(width=96)),
+        attention=dict(heads=8, kv_heads=2, head_dim=32),
+        rope_width=8,
+        dense=dict(width=96),
+    ),
 }
 
 
@@ -58,9 +71,17 @@ def small(name: str):
     columns = [schedule.expand(schedule.parse(c)) for c in (model.mixer, model.ffn)]
     runs = tuple(Run(*run) for run in zip(*columns, strict=True))
     residual = replace(model.residual, block=sizes.get("block", 0))
-    model = replace(model, layers=len(runs), schedule=runs, residual=residual, mixers={n: kinds[n] for n in model.mixers},
-                    ffns={n: kinds[n] for n in model.ffns})
-    build = replace(spec.build, mesh={"chip": 2, "core": 2}, expert_parallel=2, tensor_parallel=2, rows=(ROWS,), context=CONTEXT)
+    model = replace(
+        model,
+        layers=len(runs),
+        schedule=runs,
+        residual=residual,
+        mixers={n: kinds[n] for n in model.mixers},
+        ffns={n: kinds[n] for n in model.ffns},
+    )
+    build = replace(
+        spec.build, mesh={"chip": 2, "core": 2}, expert_parallel=2, tensor_parallel=2, rows=(ROWS,), context=CONTEXT
+    )
     return replace(spec, model=model, build=build)
 
 
@@ -77,6 +98,7 @@ def logical(graph, params, layer: int):
 @pytest.fixture(scope="module")
 def reference():
     """name -> (spec, graph, weights, tokens of each step, logits of each step): the reference runs once for both forms."""
+
     @cache
     def of(name: str):
         spec = small(name)
@@ -87,6 +109,7 @@ def reference():
             steps.append((tokens, decoder.step(tokens, np.full(ROWS, t, np.int32))))
             tokens = steps[-1][1].argmax(-1).astype(np.int32)
         return spec, graph, params, steps
+
     return of
 
 
@@ -170,11 +193,12 @@ ENTRY %main (w0: bf16[256,128], w1: bf16[256,128], x: bf16[8,256,128]) -> f32[1,
   ROOT %fusion.2 = f32[1,128]{1,0:T(1,128)S(1)} fusion(%whole), kind=kOutput, calls=%plain, metadata={op_name="jit(step)/layer_1/dot"}LLO(100)
 }
 """
-WEIGHT = 256 * 128 * 2                              # bytes of one
+WEIGHT = 256 * 128 * 2  # bytes of one
 
 
 def module(experts):
     import re
+
     text = re.sub(r"LLO\((\d+)\)", lambda m: LLO % int(m[1]), TEXT)
     return Module.parse(text, lambda scope: experts if scope.endswith("experts/while") else None)
 
@@ -199,18 +223,18 @@ def test_a_step_is_its_launches_and_the_waits_for_a_shared_memory():
     # nothing hides the first weight; the second has what two experts leave of the memory, and its reader waits for the rest
     slow, rest = timed_step(module(2.0), 200.0), WEIGHT - (2 * 400 * 200 - 2 * WEIGHT)
     assert slow["bytes"] == 4 * WEIGHT and slow["cycles"] == pytest.approx(fast["profile"] + (WEIGHT + rest) / 200)
-    tight = timed_step(module(2.0), 100.0)           # an expert now takes the memory for longer than its own cycles
+    tight = timed_step(module(2.0), 100.0)  # an expert now takes the memory for longer than its own cycles
     assert tight["cycles"] == pytest.approx(100 + 1000 + 10 + 100 + 4 * WEIGHT / 100)
 
 
 def test_a_copy_moves_while_others_compute_but_not_while_they_read():
     clock = Clock(rate=10.0)
     clock.start("a", 500.0)
-    clock.run(30.0, 0.0)                             # 300 of the 500 bytes
-    clock.run(10.0, 100.0)                           # reads all that the memory gives
+    clock.run(30.0, 0.0)  # 300 of the 500 bytes
+    clock.run(10.0, 100.0)  # reads all that the memory gives
     clock.wait("a")
     assert clock.now == 60.0 and clock.bytes == 600.0
-    clock.run(1.0, 200.0)                            # more than its cycles allow
+    clock.run(1.0, 200.0)  # more than its cycles allow
     assert clock.now == 80.0
 
 
@@ -219,7 +243,9 @@ def test_exchanges_cost_what_the_simulators_phases_do():
     flat = phase_seconds(target, 7, 4096, factors=("core", "chip"))
     staged = phase_seconds(target, 1, 4096, factors=("core",)) + phase_seconds(target, 3, 8192, factors=("chip",))
     assert exchange.all_gather(target, host, 4096) == min(flat, staged)
-    assert exchange.all_reduce(target, host, 2**24) < phase_seconds(target, 7, 2**24, factors=("core", "chip")) / 2     # shares pay
+    assert (
+        exchange.all_reduce(target, host, 2**24) < phase_seconds(target, 7, 2**24, factors=("core", "chip")) / 2
+    )  # shares pay
     assert exchange.all_reduce(target, {"core": 2}, 1024) == phase_seconds(target, 1, 1024, factors=("core",))
     [psum] = [i for i, _ in module(0.0).runs() if i.collective]
     assert exchange.cycles(target, host, psum) == pytest.approx(exchange.all_reduce(target, host, 256) * target.clock_hz)
@@ -247,3 +273,20 @@ def test_a_program_of_the_real_compiler(tmp_path):
     got = bench.profiled(Case("qwen3_30b_a3b", 2048, (1,)), 1, "unrolled", 1, 8)
     assert got["launches_fixed"] > 20 and got["launches_per_expert"] >= 2 and got["untold_loops"] == []
     assert got["collectives"] == 4 and got["cycles"] > got["free_cycles"] > 0 and got["cycles"] > got["mean_cycles"]
+
+
+def test_the_page_says_what_is_missing_and_what_was_doubtful():
+    full = {"cpu_seconds": 30.0, "compile_seconds": 40.0, "launches_fixed": 900.0, "launches_per_expert": 50.0, "collectives": 90.0}
+    full |= {"code_bytes": 5e6, "argument_bytes": 7e9, "in_flight_mean_bytes": 1e6, "masked_write": True, "untold_loops": [], "copied_bytes": 0}
+    step = {"launches": 1000.0, "busiest_experts": 2.5, "mean_experts": 1.0, "mean_ms": 1.0, "own_ms": 0.9, "free_exchanges_ms": 0.8, "profile_ms": 0.9}
+    unrolled = {"full": full | {"cycles": 2e6}, "depths": [full | {"cycles": 1e5, "layers": 2}], "extrapolated": True, "step": step | {"ms": 1.2},
+                "worst_residual": {"cpu_seconds": 0.01, "cycles": 0.02, "launches_fixed": 0.0}}
+    loop = {"full": full | {"profiler": "failed: no DMA"}, "depths": [], "extrapolated": False, "step": dict.fromkeys(step) | {"ms": None, "launches": 2.0}}
+    ours = {"predicted_ms": 0.6, "launches": 1.0, "collectives": 0, "streamed_bytes": 8e8, "argument_bytes": 7e9, "in_flight_mean_bytes": 2e7,
+            "cpu_seconds": 2.0, "compile_seconds": 2.0, "code_bytes": 1e6, "verdict": "pass"}
+    case = {"spec": "a_model", "rows": 1, "context": 64, "ranks": 8, "layers": 48, "layouts": [], "programs": {"unrolled": unrolled, "loop": loop},
+            "mkgen": ours, "bytes": {"streamed_bytes": 8e8}, "floor_ms": 0.25, "date": "today", "quick": True}
+    text = section(case)
+    assert "| step, estimated ms | 1.20 | — | 0.60 | 2.00 |" in text and "| launches a step | 1,000 | 2 | 1 | 1,000 |" in text
+    assert "profiled with caches written by a select" in text and "profiler aborts on it (no DMA)" in text and "48, extrapolated" in text
+    assert "is empty" not in summary([case]) and "is empty" in summary([case | {"mkgen": ours | {"predicted_ms": None}}])

@@ -1,4 +1,5 @@
 """How many experts a group of ranks runs in a layer, when rows choose independently and uniformly."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,8 +1,9 @@
 """What an exchange of XLA's costs by the model that mkgen's simulator uses, so that both sides pay the same for a message.
 
-XLA's profile has figures of its own, about two thirds of these, which rest on exchanges that were timed on the chip. For each exchange
-XLA is given the cheapest of the ways below, whatever it really does.
+XLA's profile has figures of its own, about two thirds of these, which rest on exchanges that were timed on the chip. For each
+exchange XLA is given the cheapest of the ways below, whatever it really does.
 """
+
 from __future__ import annotations
 
 from math import prod
@@ -18,7 +19,8 @@ def stages(mesh: dict[str, int]) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def all_gather(target: Target, mesh: dict[str, int], part: float) -> float:
-    """Seconds until every rank has every rank's `part` bytes: all at once, or stage by stage, each with what the last one gathered."""
+    """Seconds until every rank has every rank's `part` bytes: all at once, or stage by stage, each with what the last one
+    gathered."""
     every = stages(mesh)
     flat = phase_seconds(target, prod(n for n, _ in every) - 1, part, factors=tuple(f for _, fs in every for f in fs))
     staged, size = 0.0, part
@@ -29,8 +31,9 @@ def all_gather(target: Target, mesh: dict[str, int], part: float) -> float:
 
 
 def all_reduce(target: Target, mesh: dict[str, int], size: float) -> float:
-    """Seconds until every rank has the sum of `size` bytes. Over a group, its members send each other all of it, or reduce a share each and
-    gather; the group is all ranks, or one stage after another; or inner stages scatter, the outermost sums, and they gather again."""
+    """Seconds until every rank has the sum of `size` bytes. Over a group, its members send each other all of it, or reduce a
+    share each and gather; the group is all ranks, or one stage after another; or inner stages scatter, the outermost sums, and
+    they gather again."""
     every = stages(mesh)
 
     def group(n: int, factors: tuple[str, ...], b: float) -> float:
@@ -47,7 +50,8 @@ def all_reduce(target: Target, mesh: dict[str, int], size: float) -> float:
 
 
 def cycles(target: Target, mesh: dict[str, int], i: Instruction) -> float:
-    """Of a collective over all ranks, as the rival's all are. XLA turns a small gather into a sum: what it means is what it costs."""
+    """Of a collective over all ranks, as the rival's all are. XLA turns a small gather into a sum: what it means is what it
+    costs."""
     size = max(a.bytes for a in i.arrays)
     gather = "all-gather" in i.op or i.scope.endswith("all_gather")
     seconds = all_gather(target, mesh, size / prod(mesh.values())) if gather else all_reduce(target, mesh, size)

@@ -1,8 +1,9 @@
 """Sub-layers in plain jnp, as each rank runs them inside shard_map. Widths here are a rank's own.
 
-Each maker takes a kind of the spec and gives a `Part`: its arrays, its states and its function. All rows are active and none is at its first
-token: what a served batch needs for that is left out, in the rival's favour.
+Each maker takes a kind of the spec and gives a `Part`: its arrays, its states and its function. All rows are active and none is
+at its first token: what a served batch needs for that is left out, in the rival's favour.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,14 +29,15 @@ class NoRival(Exception):
 @dataclass(frozen=True)
 class Setup:
     """What all layers share."""
+
     hidden: int
     ep: int
     tp: int
     rows: int
     context: int
-    exact: bool = False                           # float32 throughout, for the comparison with the reference
-    masked_write: bool = False                    # caches are written by a select, not in place
-    padded: bool = False                          # to whole tiles, the arrays whose odd widths make XLA relay them out inside a loop
+    exact: bool = False  # float32 throughout, for the comparison with the reference
+    masked_write: bool = False  # caches are written by a select, not in place
+    padded: bool = False  # to whole tiles, the arrays whose odd widths make XLA relay them out inside a loop
 
     @property
     def ranks(self) -> int:
@@ -53,6 +55,7 @@ class Setup:
 @dataclass(frozen=True)
 class State:
     """An array that a step reads and writes; global shape."""
+
     shape: tuple[int, ...]
     spec: P
     dtype: str
@@ -62,6 +65,7 @@ class State:
 @dataclass(frozen=True)
 class Part:
     """apply(weights, states, h [B, hidden], positions [B]) -> (y [B, hidden] summed over ranks, states)."""
+
     leaves: dict[str, Leaf]
     apply: Callable
     states: dict[str, State] = field(default_factory=dict)
@@ -103,10 +107,11 @@ def activation(act: Activation, g, u):
 def split(x, *widths):
     """Columns of x, run by run."""
     ends = np.cumsum(widths)
-    return [x[..., end - n:end] for n, end in zip(widths, ends)]
+    return [x[..., end - n : end] for n, end in zip(widths, ends)]
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------
+
 
 def write_token(s: Setup, cache, new, positions, axis: int = -2):
     """cache [B, ...] with new (without the axis of tokens) at each row's position: in place, one small slice a row."""
@@ -118,7 +123,7 @@ def write_token(s: Setup, cache, new, positions, axis: int = -2):
     for row in range(s.rows):
         at = [row] + [0] * (cache.ndim - 1)
         at[axis] = positions[row]
-        cache = lax.dynamic_update_slice(cache, new[row:row + 1], at)
+        cache = lax.dynamic_update_slice(cache, new[row : row + 1], at)
     return cache
 
 
@@ -142,14 +147,19 @@ def turned(rope: Rope | None, x, positions):
 def gqa(name: str, a: Gqa, s: Setup) -> Part:
     plain = Gqa(a.heads, a.kv_heads, a.head_dim, rope=a.rope, qk_norm=a.qk_norm, gate=a.gate, scale=a.scale)
     need(a == plain, f"{name}: {a}")
-    need(a.heads % s.ranks == 0 and (a.kv_heads % s.ranks == 0 or s.ranks % a.kv_heads == 0), f"{name}: heads over {s.ranks} ranks")
+    need(
+        a.heads % s.ranks == 0 and (a.kv_heads % s.ranks == 0 or s.ranks % a.kv_heads == 0),
+        f"{name}: heads over {s.ranks} ranks",
+    )
     need(a.qk_norm is None or (a.qk_norm.scope == "head" and not a.qk_norm.after_rope), f"{name}: {a.qk_norm}")
     need(a.gate is None or (a.gate.act == "sigmoid" and a.gate.per == "channel"), f"{name}: {a.gate}")
     d, heads, kv = a.head_dim, a.heads // s.ranks, max(1, a.kv_heads // s.ranks)
     widths = [heads * d, kv * d, kv * d] + [heads * d] * bool(a.gate)
     which = [even, shared_heads(a.kv_heads), shared_heads(a.kv_heads), even]
-    leaves = {"in": fused(s.hidden, s.ranks, [(f"{name}.{c}", n, w) for c, n, w in zip("qkvg", widths, which)], lanes=s.lanes),
-              "out": row_parallel(f"{name}.o", a.heads * d, s.hidden)}
+    leaves = {
+        "in": fused(s.hidden, s.ranks, [(f"{name}.{c}", n, w) for c, n, w in zip("qkvg", widths, which)], lanes=s.lanes),
+        "out": row_parallel(f"{name}.o", a.heads * d, s.hidden),
+    }
     if a.qk_norm:
         leaves |= {c: vector(f"{name}.{c}", d) for c in ("q_norm", "k_norm")}
     cache = State((s.rows, s.ranks * kv, s.context, d), P(None, AXES), "act", True)
@@ -161,7 +171,7 @@ def gqa(name: str, a: Gqa, s: Setup) -> Part:
             q, k = (rms(x, w[n], a.qk_norm.eps, a.qk_norm.offset) for x, n in ((q, "q_norm"), (k, "k_norm")))
         q, k = (turned(a.rope, x, positions) for x in (q, k))
         keys, values = (write_token(s, state[n], x, positions) for n, x in (("k", k), ("v", v)))
-        q = q.reshape(s.rows, kv, heads // kv, d) * (a.scale or d ** -0.5)
+        q = q.reshape(s.rows, kv, heads // kv, d) * (a.scale or d**-0.5)
         p = attend(contract(s, "bgqd,bgtd->bgqt", q, keys), positions)
         o = contract(s, "bgqt,bgtd->bgqd", p, values).reshape(s.rows, -1)
         if g:
@@ -172,28 +182,37 @@ def gqa(name: str, a: Gqa, s: Setup) -> Part:
 
 
 def mla(name: str, a: Mla, s: Setup) -> Part:
-    """Absorbed: the cache holds the latent and the shared key. Both low ranks are whole on every rank: reading them costs less than the
-    exchange and the launches that sharing them out would."""
+    """Absorbed: the cache holds the latent and the shared key. Both low ranks are whole on every rank: reading them costs less
+    than the exchange and the launches that sharing them out would."""
     plain = Mla(a.heads, a.kv_rank, a.nope_dim, a.v_dim, a.rope_dim, a.q_rank, a.rank_eps, a.scale, gate=a.gate)
     need(a == plain and a.q_rank > 0 and a.heads % s.ranks == 0, f"{name}: {a}")
     need(a.gate is None or (a.gate.act == "sigmoid" and a.gate.per == "channel"), f"{name}: {a.gate}")
     heads, nope, key, vd, rank = a.heads // s.ranks, a.nope_dim, a.rope_dim, a.v_dim, a.kv_rank
     widths = [a.q_rank, rank + key] + [heads * vd] * bool(a.gate)
     parts = [(f"{name}.q_a", widths[0], whole), (f"{name}.kv_a", widths[1], whole), (f"{name}.g", heads * vd, even)]
-    leaves = {"in": fused(s.hidden, s.ranks, parts[:len(widths)], lanes=s.lanes), "q_norm": vector(f"{name}.q_norm", a.q_rank),
-              "kv_norm": vector(f"{name}.kv_norm", rank), "q_b": fused(a.q_rank, s.ranks, [(f"{name}.q_b", heads * (nope + key), even)]),
-              "k_up": fused(rank, s.ranks, [(f"{name}.k_up", heads * nope, even)]),
-              "v_up": fused(rank, s.ranks, [(f"{name}.v_up", heads * vd, even)]), "out": row_parallel(f"{name}.o", a.heads * vd, s.hidden)}
-    cache = State((s.rows, rank + key, s.context), P(), "act", True)     # tokens on the lanes, as XLA's products want them: else it turns the cache
+    leaves = {
+        "in": fused(s.hidden, s.ranks, parts[: len(widths)], lanes=s.lanes),
+        "q_norm": vector(f"{name}.q_norm", a.q_rank),
+        "kv_norm": vector(f"{name}.kv_norm", rank),
+        "q_b": fused(a.q_rank, s.ranks, [(f"{name}.q_b", heads * (nope + key), even)]),
+        "k_up": fused(rank, s.ranks, [(f"{name}.k_up", heads * nope, even)]),
+        "v_up": fused(rank, s.ranks, [(f"{name}.v_up", heads * vd, even)]),
+        "out": row_parallel(f"{name}.o", a.heads * vd, s.hidden),
+    }
+    cache = State(
+        (s.rows, rank + key, s.context), P(), "act", True
+    )  # tokens on the lanes, as XLA's products want them: else it turns the cache
 
     def apply(w, state, h, positions):
         q, kv, *g = split(product(s, h, w["in"]), *widths)
-        q = product(s, rms(q, w["q_norm"], a.rank_eps), w["q_b"]).reshape(s.rows, heads, nope + key) * (a.scale or (nope + key) ** -0.5)
+        q = product(s, rms(q, w["q_norm"], a.rank_eps), w["q_b"]).reshape(s.rows, heads, nope + key) * (
+            a.scale or (nope + key) ** -0.5
+        )
         token = jnp.concatenate([rms(kv[:, :rank], w["kv_norm"], a.rank_eps), kv[:, rank:]], -1)
         cache = write_token(s, state["latent"], token, positions, axis=2)
         up = contract(s, "bhn,khn->bhk", q[..., :nope], w["k_up"].reshape(rank, heads, nope))
         p = attend(contract(s, "bhk,bkt->bht", jnp.concatenate([up, q[..., nope:]], -1), cache), positions)
-        o = contract(s, "bht,bkt->bhk", p, cache)[..., :rank]    # of the shared key too: a slice of the cache would be strided
+        o = contract(s, "bht,bkt->bhk", p, cache)[..., :rank]  # of the shared key too: a slice of the cache would be strided
         o = contract(s, "bhk,khv->bhv", o, w["v_up"].reshape(rank, heads, vd)).reshape(s.rows, -1)
         if g:
             o = o * jax.nn.sigmoid(g[0])
@@ -204,10 +223,13 @@ def mla(name: str, a: Mla, s: Setup) -> Part:
 
 # -- recurrence ----------------------------------------------------------------------------------------------------------
 
+
 def linear(name: str, a: Linear, s: Setup) -> Part:
     """Gated delta net and Kimi Delta Attention."""
     groups = a.key_heads or a.heads
-    plain = Linear(a.heads, a.key_dim, a.value_dim, a.key_heads, decay=a.decay, qk_eps=a.qk_eps, conv=a.conv, norm=a.norm, gate=a.gate)
+    plain = Linear(
+        a.heads, a.key_dim, a.value_dim, a.key_heads, decay=a.decay, qk_eps=a.qk_eps, conv=a.conv, norm=a.norm, gate=a.gate
+    )
     need(a == plain and a.conv and not a.conv.bias and a.norm and a.gate and not a.gate.rank, f"{name}: {a}")
     need(a.norm.scope == "head" and not a.norm.gate_first and not a.gate.bias, f"{name}: {a.norm}, {a.gate}")
     need(groups % s.ranks == 0 and a.decay.kind != "constant", f"{name}: {groups} key heads over {s.ranks} ranks; {a.decay}")
@@ -216,16 +238,29 @@ def linear(name: str, a: Linear, s: Setup) -> Part:
     mixed = 2 * keys * kd + heads * vd
     low = a.decay.rank
     widths = [mixed, heads * vd, low or channels, heads]
-    parts = [(f"{name}.q", keys * kd, even), (f"{name}.k", keys * kd, even), (f"{name}.v", heads * vd, even), (f"{name}.g", heads * vd, even),
-             (f"{name}.f_a", low, whole) if low else (f"{name}.f", channels, even), (f"{name}.b", heads, even)]
+    parts = [
+        (f"{name}.q", keys * kd, even),
+        (f"{name}.k", keys * kd, even),
+        (f"{name}.v", heads * vd, even),
+        (f"{name}.g", heads * vd, even),
+        (f"{name}.f_a", low, whole) if low else (f"{name}.f", channels, even),
+        (f"{name}.b", heads, even),
+    ]
     convs = [(f"{name}.{c}_conv", n, even) for c, n in (("q", keys * kd), ("k", keys * kd), ("v", heads * vd))]
-    leaves = {"in": fused(s.hidden, s.ranks, parts, lanes=s.lanes), "conv": fused(taps, s.ranks, convs, "f32"), "a": sharded_vector(f"{name}.a", a.heads),
-              "dt_bias": sharded_vector(f"{name}.dt_bias", channels * s.ranks), "o_norm": vector(f"{name}.o_norm", vd),
-              "out": row_parallel(f"{name}.o", a.heads * vd, s.hidden)}
+    leaves = {
+        "in": fused(s.hidden, s.ranks, parts, lanes=s.lanes),
+        "conv": fused(taps, s.ranks, convs, "f32"),
+        "a": sharded_vector(f"{name}.a", a.heads),
+        "dt_bias": sharded_vector(f"{name}.dt_bias", channels * s.ranks),
+        "o_norm": vector(f"{name}.o_norm", vd),
+        "out": row_parallel(f"{name}.o", a.heads * vd, s.hidden),
+    }
     if low:
         leaves["f_b"] = fused(low, s.ranks, [(f"{name}.f_b", channels, even)])
-    states = {"window": State((s.rows, taps - 1, s.ranks * mixed), P(None, None, AXES), "f32"),
-              "matrix": State((s.rows, a.heads, kd, vd), P(None, AXES), "f32")}
+    states = {
+        "window": State((s.rows, taps - 1, s.ranks * mixed), P(None, None, AXES), "f32"),
+        "matrix": State((s.rows, a.heads, kd, vd), P(None, AXES), "f32"),
+    }
 
     def unit(x):
         return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + a.qk_eps)
@@ -238,9 +273,13 @@ def linear(name: str, a: Linear, s: Setup) -> Part:
         q, k = (jnp.repeat(unit(y), heads // keys, axis=1) for y in (q, k))
         z = ((product(s, z, w["f_b"]) if low else z) + w["dt_bias"]).reshape(s.rows, heads, -1)
         rate = w["a"][:, None]
-        decay = jnp.exp(a.decay.floor * jax.nn.sigmoid(rate * z)) if a.decay.kind == "floor" else jnp.exp(-rate * jax.nn.softplus(z))
+        decay = (
+            jnp.exp(a.decay.floor * jax.nn.sigmoid(rate * z))
+            if a.decay.kind == "floor"
+            else jnp.exp(-rate * jax.nn.softplus(z))
+        )
         # with S' = diag(decay) S + k (x) u, q^T S' = (decay q)^T S + (q.k) u: both sums read the old S, so one pass makes them
-        old, q = state["matrix"], q * kd ** -0.5
+        old, q = state["matrix"], q * kd**-0.5
         seen, o = (jnp.sum(old * (decay * y)[..., None], axis=2) for y in (k, q))
         u = jax.nn.sigmoid(b)[..., None] * (v - seen)
         m = old * decay[..., None] + k[..., None] * u[:, :, None]
@@ -255,8 +294,10 @@ def linear(name: str, a: Linear, s: Setup) -> Part:
 def mlp(name: str, f: Mlp, s: Setup) -> Part:
     need(f.gated and not f.bias and f.width % s.ranks == 0, f"{name}: {f}")
     n = f.width // s.ranks
-    leaves = {"in": fused(s.hidden, s.ranks, [(f"{name}.gate", n, even), (f"{name}.up", n, even)]),
-              "out": row_parallel(f"{name}.down", f.width, s.hidden)}
+    leaves = {
+        "in": fused(s.hidden, s.ranks, [(f"{name}.gate", n, even), (f"{name}.up", n, even)]),
+        "out": row_parallel(f"{name}.down", f.width, s.hidden),
+    }
 
     def apply(w, state, h, positions):
         return total(s, product(s, activation(f.activation, *split(product(s, h, w["in"]), n, n)), w["out"])), {}

@@ -1,4 +1,5 @@
 """The whole decode step of a spec in plain JAX, unrolled or as a loop over its layers' period."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Moe, Norm, Residual, Spec
+from mkgen.spec.model import Gqa, Linear, Mla, Mlp, Norm, Residual, Spec
 from rival.arrays import AXES, Leaf, dtype_of, vector
 from rival.layers import Part, Setup, State, gqa, linear, mla, mlp, need, product, rms, total
 from rival.moe import moe
@@ -23,6 +24,7 @@ FORMS = ("unrolled", "loop")
 @dataclass(frozen=True)
 class Nest:
     """Layers before the loop, layers of one turn, turns; the rest comes after it."""
+
     before: int
     period: int
     turns: int
@@ -31,6 +33,7 @@ class Nest:
 @dataclass(frozen=True)
 class Rival:
     """One program. expert_parallel: how many groups of ranks the experts go over (None: as the spec's build has it)."""
+
     spec: Spec
     rows: int
     context: int
@@ -45,8 +48,20 @@ class Rival:
         plain = Residual(m.residual.kind, block=m.residual.block, eps=m.residual.eps)
         need(m.residual == plain and m.residual.kind in ("add", "block_softmax"), f"residual {m.residual}")
         need(replace(m.norm, eps=0.0, offset=0.0) == Norm(eps=0.0), f"norm {m.norm}")
-        need((m.final_norm, m.embed_scale, m.embed_norm, m.tied_head, m.head_bias, m.logit_scale, m.logit_softcap, m.usable_vocab)
-             == (None, 1.0, None, False, False, 1.0, 0.0, 0), "an end of the model that is not plain")
+        need(
+            (
+                m.final_norm,
+                m.embed_scale,
+                m.embed_norm,
+                m.tied_head,
+                m.head_bias,
+                m.logit_scale,
+                m.logit_softcap,
+                m.usable_vocab,
+            )
+            == (None, 1.0, None, False, False, 1.0, 0.0, 0),
+            "an end of the model that is not plain",
+        )
         need(m.vocab % self.setup.ranks == 0, f"{m.vocab} tokens over {self.setup.ranks} ranks")
 
     # -- arrays --------------------------------------------------------------------------------------------------------
@@ -55,12 +70,20 @@ class Rival:
     def setup(self) -> Setup:
         ranks = self.spec.build.ranks
         ep = self.expert_parallel or self.spec.build.expert_parallel
-        return Setup(self.spec.model.hidden, ep, ranks // ep, self.rows, self.context, self.exact, self.masked_write,
-                     padded=self.form == "loop")
+        return Setup(
+            self.spec.model.hidden,
+            ep,
+            ranks // ep,
+            self.rows,
+            self.context,
+            self.exact,
+            self.masked_write,
+            padded=self.form == "loop",
+        )
 
     def mesh(self, devices) -> Mesh:
         s = self.setup
-        return Mesh(np.asarray(devices[:s.ranks]).reshape(s.ep, s.tp), AXES)
+        return Mesh(np.asarray(devices[: s.ranks]).reshape(s.ep, s.tp), AXES)
 
     @cached_property
     def parts(self) -> dict[tuple[str, str], Part]:
@@ -91,7 +114,10 @@ class Rival:
         for before in range(min(len(kinds), 8)):
             for period in range(1, min(len(kinds) - before, 16) + 1):
                 turns = 1
-                while kinds[before + turns * period:][:period] == kinds[before:before + period] and len(kinds) >= before + (turns + 1) * period:
+                while (
+                    kinds[before + turns * period :][:period] == kinds[before : before + period]
+                    and len(kinds) >= before + (turns + 1) * period
+                ):
                     turns += 1
                 left = before + period + len(kinds) - before - period * turns
                 if turns > 1 and (best is None or left < best[0]):
@@ -101,17 +127,22 @@ class Rival:
 
     def layer_leaves(self, layer: int) -> dict[str, Leaf]:
         run = self.spec.model.schedule[layer]
-        return {f"{role}.{n}": leaf for role, kind in (("mixer", run.mixer), ("ffn", run.ffn))
-                for n, leaf in self.parts[role, kind].leaves.items()}
+        return {
+            f"{role}.{n}": leaf
+            for role, kind in (("mixer", run.mixer), ("ffn", run.ffn))
+            for n, leaf in self.parts[role, kind].leaves.items()
+        }
 
     def layer_states(self, layer: int) -> dict[str, State]:
         return self.parts["mixer", self.spec.model.schedule[layer].mixer].states
 
     def ends(self) -> dict[str, Leaf]:
         m = self.spec.model
-        leaves = {"embed": Leaf((m.vocab, m.hidden), P(AXES, None), "act", lambda get: get("embed"), "rows"),
-                  "norm": vector("norm", m.hidden),
-                  "head": Leaf((m.hidden, m.vocab), P(None, AXES), "act", lambda get: get("head"))}
+        leaves = {
+            "embed": Leaf((m.vocab, m.hidden), P(AXES, None), "act", lambda get: get("embed"), "rows"),
+            "norm": vector("norm", m.hidden),
+            "head": Leaf((m.hidden, m.vocab), P(None, AXES), "act", lambda get: get("head")),
+        }
         return leaves | ({"mixture": vector("residual.out", m.hidden)} if self.mixes else {})
 
     def arranged(self, of_layer) -> dict:
@@ -121,9 +152,11 @@ class Rival:
             return {"layers": [of_layer(n) for n in layers]}
         n = self.nest
         last = n.before + n.period * n.turns
-        return {"before": [of_layer(k) for k in range(n.before)],
-                "loop": [[of_layer(n.before + p + t * n.period) for t in range(n.turns)] for p in range(n.period)],
-                "after": [of_layer(k) for k in layers[last:]]}
+        return {
+            "before": [of_layer(k) for k in range(n.before)],
+            "loop": [[of_layer(n.before + p + t * n.period) for t in range(n.turns)] for p in range(n.period)],
+            "after": [of_layer(k) for k in layers[last:]],
+        }
 
     def tree(self, of_layer, stack) -> dict:
         """`arranged`, with each stack's turns put together by `stack`, name by name."""
@@ -143,8 +176,10 @@ class Rival:
 
     def abstract(self, mesh: Mesh):
         """The step's arguments as shapes."""
+
         def make(x: Leaf | State, *_):
             return jax.ShapeDtypeStruct(x.shape, dtype_of(x.dtype, self.exact), sharding=NamedSharding(mesh, x.spec))
+
         whole = NamedSharding(mesh, P())
         tokens, positions = (jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=whole) for _ in range(2))
         return self.weights(make), self.states(make), tokens, positions
@@ -152,7 +187,8 @@ class Rival:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def make_step(self, mesh: Mesh):
-        """step(weights, states, tokens [B], positions [B]) -> (tokens [B], logits [B, vocab] sharded, states); states are donated."""
+        """step(weights, states, tokens [B], positions [B]) -> (tokens [B], logits [B, vocab] sharded, states); states are
+        donated."""
         spec_of = lambda x, *_: x.spec
         in_specs = self.weights(spec_of), self.states(spec_of), P(), P()
         out_specs = P(), P(None, AXES), in_specs[1]
@@ -191,7 +227,10 @@ class Rival:
             stream, states = carry
             new = []
             for p in range(n.period):
-                w, state = ({k: lax.dynamic_index_in_dim(x, t, keepdims=False) for k, x in tree[p].items()} for tree in (weights, states))
+                w, state = (
+                    {k: lax.dynamic_index_in_dim(x, t, keepdims=False) for k, x in tree[p].items()}
+                    for tree in (weights, states)
+                )
                 experts = {k: Picked(x, t) for k, x in weights[p].items() if k.startswith("ffn.expert_")}
                 layer = n.before + t * n.period + p
                 stream, state = self.layer(self.spec.model.schedule[n.before + p], layer, w | experts, state, stream, positions)
@@ -208,7 +247,12 @@ class Rival:
             mine = {k.removeprefix(f"{role}."): v for k, v in w.items() if k.startswith(f"{role}.")}
             x = self.read(stream, mine, role, layer)
             norm = self.spec.model.norm
-            y, new = part.apply(mine, state if role == "mixer" else {}, rms(x, mine["norm"], norm.eps, norm.offset).astype(self.setup.act), positions)
+            y, new = part.apply(
+                mine,
+                state if role == "mixer" else {},
+                rms(x, mine["norm"], norm.eps, norm.offset).astype(self.setup.act),
+                positions,
+            )
             stream = self.add(stream, y, role, layer)
             if role == "mixer":
                 state = {k: v.astype(state[k].dtype) for k, v in new.items()}
@@ -229,13 +273,13 @@ class Rival:
         if not self.mixes:
             return x
         size = self.spec.model.residual.block
-        live = (layer + size - 1) // size if role == "mixer" else layer // size + 1      # before and after this layer's own
+        live = (layer + size - 1) // size if role == "mixer" else layer // size + 1  # before and after this layer's own
         return self.mixture(snapshots, x, w["mixture"], live)
 
     def mixture(self, snapshots, x, w, live):
         kept = jnp.stack(snapshots) if isinstance(snapshots, list) and snapshots else snapshots
         v = (x[None] if isinstance(kept, list) else jnp.concatenate([kept, x[None]])).astype(jnp.float32)
-        score = jnp.sum(v * w, -1) * lax.rsqrt(jnp.mean(v * v, -1) + self.spec.model.residual.eps)     # [planes + 1, B]
+        score = jnp.sum(v * w, -1) * lax.rsqrt(jnp.mean(v * v, -1) + self.spec.model.residual.eps)  # [planes + 1, B]
         if not isinstance(snapshots, list):
             plane = jnp.arange(v.shape[0])[:, None]
             score = jnp.where((plane < live) | (plane == v.shape[0] - 1), score, -jnp.inf)
@@ -267,15 +311,15 @@ class Rival:
         x = self.mixture(stream[1], stream[0], w["mixture"], self.planes) if self.mixes else stream[0]
         logits = product(self.setup, rms(x, w["norm"], m.norm.eps, m.norm.offset), w["head"])
         best = jnp.argmax(logits, -1)
-        ids = (best + lax.axis_index(AXES) * logits.shape[1]).astype(jnp.float32)        # below 2^24: exact
-        both = lax.all_gather(jnp.stack([jnp.max(logits, -1), ids]), AXES)               # [ranks, 2, B]
+        ids = (best + lax.axis_index(AXES) * logits.shape[1]).astype(jnp.float32)  # below 2^24: exact
+        both = lax.all_gather(jnp.stack([jnp.max(logits, -1), ids]), AXES)  # [ranks, 2, B]
         winner = jnp.argmax(both[:, 0], axis=0)
         return jnp.take_along_axis(both[:, 1], winner[None], axis=0)[0].astype(jnp.int32), logits
 
 
 class Picked:
-    """A stack of stacks of experts [turns, experts, ...], of which one turn's is meant: an expert is sliced out of both at once, because
-    a slice of the turn alone would copy all of its experts."""
+    """A stack of stacks of experts [turns, experts, ...], of which one turn's is meant: an expert is sliced out of both at
+    once, because a slice of the turn alone would copy all of its experts."""
 
     def __init__(self, stack, turn):
         self.stack, self.turn = stack, turn

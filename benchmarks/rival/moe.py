@@ -1,8 +1,10 @@
-"""Routed experts in plain JAX: the list of a rank's distinct experts is compacted, and a loop with a dynamic trip count reads one a trip.
+"""Routed experts in plain JAX: the list of a rank's distinct experts is compacted, and a loop with a dynamic trip count reads
+one a trip.
 
-No sort: an expert is chosen if fewer than top_k beat it, and its place in the list is how many wanted ones stand before it. Both are fused
-compare-and-sum on the vector unit, and cost a fraction of what `lax.top_k` does here.
+No sort: an expert is chosen if fewer than top_k beat it, and its place in the list is how many wanted ones stand before it.
+Both are fused compare-and-sum on the vector unit, and cost a fraction of what `lax.top_k` does here.
 """
+
 from __future__ import annotations
 
 import jax
@@ -17,17 +19,28 @@ from rival.layers import Part, Setup, activation, need, product, rms, split, tot
 
 def moe(name: str, f: Moe, s: Setup, fp8: bool) -> Part:
     r = f.router
-    plain = Moe(f.experts, f.top_k, f.width, router=r, activation=f.activation, shared_width=f.shared_width, latent=f.latent,
-                latent_norm=f.latent_norm)
+    plain = Moe(
+        f.experts,
+        f.top_k,
+        f.width,
+        router=r,
+        activation=f.activation,
+        shared_width=f.shared_width,
+        latent=f.latent,
+        latent_norm=f.latent_norm,
+    )
     need(f == plain and f.experts % s.ranks == 0 and f.width % s.tp == 0, f"{name}: {f}")
-    need(r == Router(r.score, bias=r.bias, renorm=r.renorm, scale=r.scale) and r.score in ("softmax", "sigmoid"), f"{name}: {r}")
+    need(
+        r == Router(r.score, bias=r.bias, renorm=r.renorm, scale=r.scale) and r.score in ("softmax", "sigmoid"), f"{name}: {r}"
+    )
     need(bool(f.latent) or not f.shared_width, f"{name}: a shared expert without a latent")
     wide, local, width = f.latent or s.hidden, f.experts // s.ep, f.width // s.tp
     shared, narrow = f.shared_width // s.ranks, (f.experts // s.ranks, f.latent // s.ranks)
     leaves = expert_leaves(name, f.experts, wide, f.width, f.gated, s.tp, fp8, s.padded)
     if f.latent:
-        leaves["gathered"] = fused(s.hidden, s.ranks, [(f"{name}.router", narrow[0], even), (f"{name}.latent_down", narrow[1], even)],
-                                   lanes=s.lanes)
+        leaves["gathered"] = fused(
+            s.hidden, s.ranks, [(f"{name}.router", narrow[0], even), (f"{name}.latent_down", narrow[1], even)], lanes=s.lanes
+        )
         leaves["latent_up"] = row_parallel(f"{name}.latent_up", f.latent, s.hidden)
         leaves |= {"latent_norm": vector(f"{name}.latent_norm", f.latent)} if f.latent_norm else {}
     else:
@@ -35,12 +48,14 @@ def moe(name: str, f: Moe, s: Setup, fp8: bool) -> Part:
     if r.bias:
         leaves["bias"] = vector(f"{name}.router_bias", f.experts)
     if f.shared_width:
-        leaves["shared_in"] = fused(s.hidden, s.ranks, [(f"{name}.shared_gate", shared, even), (f"{name}.shared_up", shared, even)])
+        leaves["shared_in"] = fused(
+            s.hidden, s.ranks, [(f"{name}.shared_gate", shared, even), (f"{name}.shared_up", shared, even)]
+        )
         leaves["shared_out"] = row_parallel(f"{name}.shared_down", f.shared_width, s.hidden)
 
     def apply(w, state, h, positions):
-        if f.latent:                              # router and latent are shared out by columns, and gathered together
-            mine = product(s, h, w["gathered"])[:, :sum(narrow)]
+        if f.latent:  # router and latent are shared out by columns, and gathered together
+            mine = product(s, h, w["gathered"])[:, : sum(narrow)]
             parts = lax.all_gather(mine, AXES, axis=1, tiled=False)
             logits, x = (p.reshape(s.rows, -1) for p in split(parts, *narrow))
         else:
@@ -79,7 +94,7 @@ def listed(route, most: int):
     wanted = jnp.any(route != 0, axis=0)
     ids = jnp.arange(route.shape[1])
     place = jnp.sum(wanted[None, :] & (ids[None, :] < ids[:, None]), axis=1, dtype=jnp.int32)
-    here = wanted[None, :] & (place[None, :] == jnp.arange(most)[:, None])                  # [most, local experts]
+    here = wanted[None, :] & (place[None, :] == jnp.arange(most)[:, None])  # [most, local experts]
     weights = jnp.sum(jnp.where(here[:, None, :], route[None], 0.0), axis=-1)
     return jnp.sum(jnp.where(here, ids[None, :], 0), axis=1, dtype=jnp.int32), weights, jnp.sum(wanted, dtype=jnp.int32)
 
@@ -100,7 +115,8 @@ def experts(s: Setup, f: Moe, w, x, ids, weights, count, width: int, fp8: bool):
 
 
 def blocked(x, block: int):
-    """x [B, K] -> [B K / block, K]: a row for each block of scales, zero elsewhere, so that one product keeps the blocks apart."""
+    """x [B, K] -> [B K / block, K]: a row for each block of scales, zero elsewhere, so that one product keeps the blocks
+    apart."""
     blocks = x.shape[1] // block
     keep = jnp.arange(x.shape[1])[None, :] // block == jnp.arange(blocks)[:, None]
     return jnp.where(keep, x[:, None, :], 0).reshape(-1, x.shape[1])
@@ -110,9 +126,9 @@ def expert_product(s: Setup, x, w, role: str, e, fp8: bool):
     y = product(s, x, one_of(w[role], e))
     if not fp8:
         return y
-    scale = one_of(w[f"{role}_scale"], e)                                                    # [blocks, N]
+    scale = one_of(w[f"{role}_scale"], e)  # [blocks, N]
     y = y.reshape(s.rows, -1, scale.shape[1])
-    return jnp.sum(y * scale[:y.shape[1]], axis=1)
+    return jnp.sum(y * scale[: y.shape[1]], axis=1)
 
 
 def one_of(stack, e):

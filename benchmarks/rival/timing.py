@@ -1,9 +1,12 @@
-"""How long a scheduled module takes: the profile's cycles of its launches in their order, over one memory that all of them share.
+"""How long a scheduled module takes: the profile's cycles of its launches in their order, over one memory that all of them
+share.
 
-The static profile of an operation knows neither of the others. Asynchronous copies into VMEM run beside it, and both read HBM: taken one by one, a dense
-step would read its weights faster than the memory gives them. So a launch that reads HBM itself takes the memory for its bytes, and asynchronous
-copies move, in their order, with what is left of its time; who reads a copy waits for its end.
+The static profile of an operation knows neither of the others. Asynchronous copies into VMEM run beside it, and both read HBM:
+taken one by one, a dense step would read its weights faster than the memory gives them. So a launch that reads HBM itself takes
+the memory for its bytes, and asynchronous copies move, in their order, with what is left of its time; who reads a copy waits
+for its end.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -19,7 +22,8 @@ SLICES = ("dynamic-slice", "slice", "gather")
 @dataclass
 class Clock:
     """Cycles so far, bytes that the memory has given, and copies under way: name -> bytes left, in the order of their start."""
-    rate: float                                       # bytes a cycle
+
+    rate: float  # bytes a cycle
     now: float = 0.0
     bytes: float = 0.0
     queue: deque[str] = field(default_factory=deque)
@@ -49,17 +53,17 @@ class Clock:
     def wait(self, name: str) -> None:
         """All that stands in front of it in the queue comes first."""
         if self.left.get(name, 0.0) > 0:
-            ahead = sum(self.left[n] for n in list(self.queue)[:self.queue.index(name) + 1])
+            ahead = sum(self.left[n] for n in list(self.queue)[: self.queue.index(name) + 1])
             self.now += ahead / self.rate
             self.spend(ahead)
 
 
-Price = Callable[[Instruction], float]               # cycles of an exchange, in place of the profile's
+Price = Callable[[Instruction], float]  # cycles of an exchange, in place of the profile's
 
 
 def step(module: Module, rate: float, price: Price | None = None) -> dict:
-    """cycles: of a step. profile: the launches' own figures, added up. bytes: what the memory gave. without: launches that the profile has no
-    figure for, by op; they cost nothing here. price: of exchanges; None: as profiled."""
+    """cycles: of a step. profile: the launches' own figures, added up. bytes: what the memory gave. without: launches that the
+    profile has no figure for, by op; they cost nothing here. price: of exchanges; None: as profiled."""
     done = [(i, times) for i, times in module.runs() if i.launch]
     without: dict[str, float] = {}
     for i, times in done:
@@ -92,7 +96,8 @@ def timed(module: Module, computation: str, rate: float, price: Price | None) ->
 
 
 def traffic(module: Module, made: dict[str, Instruction], i: Instruction) -> float:
-    """HBM bytes that a launch reads and writes: of an operand that is only sliced the slices, of a result that is updated in place the update."""
+    """HBM bytes that a launch reads and writes: of an operand that is only sliced the slices, of a result that is updated in
+    place the update."""
     inside = module.computations.get(i.called[0], []) if i.op == "fusion" and i.called else []
     updates = [x for x in inside if x.op == "dynamic-update-slice"] if inside else [i] if i.op == "dynamic-update-slice" else []
     total = sum(a.bytes for a in i.arrays if a.space == HBM) if not updates else 0.0
@@ -100,7 +105,11 @@ def traffic(module: Module, made: dict[str, Instruction], i: Instruction) -> flo
         arrays = made[name].arrays if name in made else ()
         if len(arrays) != 1 or arrays[0].space != HBM or prod(arrays[0].dims) == 1:
             continue
-        total += min(arrays[0].bytes, read_of(module, i.called[0], n)) if inside else (0.0 if updates and n == 0 else arrays[0].bytes)
+        total += (
+            min(arrays[0].bytes, read_of(module, i.called[0], n))
+            if inside
+            else (0.0 if updates and n == 0 else arrays[0].bytes)
+        )
     return total
 
 

@@ -1,8 +1,10 @@
 """Runs alone, as `python -m rival.worker JOB RESULT`: one program through the TPU compiler, in a process of its own.
 
-The compiler can abort the whole process, and reads its flags once: so the parent sets LIBTPU_INIT_ARGS, and finds no RESULT if the worst happened.
-JOB: kind (xla or mkgen), spec (the file) and sets, rows, and for xla layers, form, expert_parallel, masked_write, text (a directory).
+The compiler can abort the whole process, and reads its flags once: so the parent sets LIBTPU_INIT_ARGS, and finds no RESULT if
+the worst happened. JOB: kind (xla or mkgen), spec (the file) and sets, rows, and for xla layers, form, expert_parallel,
+masked_write, text (a directory).
 """
+
 from __future__ import annotations
 
 import json
@@ -16,15 +18,23 @@ def devices(spec):
     from jax.experimental import topologies
 
     from mkgen.targets import load_target
+
     name, _ = load_target(spec.build.chip).topology(spec.build.ranks)
-    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:spec.build.ranks]
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[: spec.build.ranks]
 
 
 def xla(job: dict, spec):
     from compile_depth import cut
     from rival.model import Rival
 
-    rival = Rival(cut(spec, job["layers"]), job["rows"], spec.build.context, job["form"], job["expert_parallel"], masked_write=job["masked_write"])
+    rival = Rival(
+        cut(spec, job["layers"]),
+        job["rows"],
+        spec.build.context,
+        job["form"],
+        job["expert_parallel"],
+        masked_write=job["masked_write"],
+    )
     mesh = rival.mesh(devices(spec))
     return mesh, lambda: rival.make_step(mesh).lower(*rival.abstract(mesh))
 
@@ -67,9 +77,14 @@ def compile_job(job: dict) -> dict:
     if job["kind"] == "mkgen":
         Path(job["text"]).mkdir(parents=True, exist_ok=True)
         (Path(job["text"]) / "module.after_codegen.txt").write_text(compiled.as_text())
-    return {"lower_seconds": lowered_at - began, "compile_seconds": ended - lowered_at, "cpu_seconds": cpu,
-            "argument_bytes": memory.argument_size_in_bytes, "temporary_bytes": memory.temp_size_in_bytes,
-            "code_bytes": memory.generated_code_size_in_bytes}
+    return {
+        "lower_seconds": lowered_at - began,
+        "compile_seconds": ended - lowered_at,
+        "cpu_seconds": cpu,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
 
 
 def main(job: str, result: str) -> None:
