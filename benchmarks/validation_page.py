@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from described import HERE, Event, Fetch
-from handwritten import CHIP, at_most, events_of, step
+from handwritten import CHIP, events_of, step
 from jinja2 import Environment, StrictUndefined
 from validation import DMA, EXCHANGE, MUSE, Line, fits, gains, lines, load, mean_error, published
 
@@ -35,7 +35,10 @@ def page(target: Target) -> str:
     schedule = load("kimi_k3")
     drawn, routed = events_of(schedule, 1), schedule.text["experts"]
     counts = [n for events in drawn for n in expert_counts(events)]
-    few = [step([at_most(7, e) for e in events_of(schedule, rows)], target).ms for rows in schedule.text["rows"]]
+    others = {us: replace(target, exchange_further_message_s=us * 1e-6) for us in (0.0, target.exchange_message_s * 1e6)}
+    many = [
+        (us, [step(events_of(schedule, rows), t).ms for rows in schedule.text["rows"]], phase_31(t)) for us, t in others.items()
+    ]
     values = dict(
         chip=CHIP,
         position=load(MUSE).text["position"],
@@ -56,8 +59,11 @@ def page(target: Target) -> str:
         products=[*products, by_what["dense weights, int8, a product for each K-tile"]],
         products_of_step=share(products, by_what),
         slots=next((e, v) for e, v in changed if e["what"].startswith("8 instead of 4")),
-        big=phase_seconds(target, 31, 256, factors=("host", "chip", "core")) * 1e6,
-        few=slashed(few),
+        big=phase_31(target),
+        many=[
+            (us, slashed(ms), slashed([100 * (ms[n] / k3[n].measured - 1) for n in range(len(k3))]), big) for us, ms, big in many
+        ],
+        further=target.exchange_further_message_s * 1e6,
         k3_predicted=slashed([x.predicted for x in k3]),
         k3_measured=slashed([x.measured for x in k3]),
         busiest=sum(counts) / len(counts),
@@ -68,6 +74,11 @@ def page(target: Target) -> str:
     )
     text = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     return text.from_string((HERE / "validation.md.j2").read_text(encoding="utf-8")).render(values)
+
+
+def phase_31(target: Target) -> float:
+    """us of an exchange with 31 peers, 256 bytes a message."""
+    return phase_seconds(target, 31, 256, factors=("host", "chip", "core")) * 1e6
 
 
 def slashed(values: list[float]) -> str:

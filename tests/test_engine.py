@@ -112,6 +112,7 @@ LINKS = replace(
     sibling_bytes_per_s=2.0,
     exchange_latency_s=10.0,
     exchange_message_s=1.0,
+    exchange_further_message_s=0.5,
     exchange_bytes_per_s=1.0,
     link_latency_s=12.0,
     link_bytes_per_s=1.0,
@@ -127,6 +128,7 @@ def test_an_exchange_by_hand():
     assert phase_seconds(LINKS, 3, 0, factors=("host",), host_latency=2.0) == 24.0
     assert phase_seconds(LINKS, 3, 0, factors=("chip",), host_latency=2.0) == 13.0
     assert phase_seconds(LINKS, 1, 0, factors=("chip",)) == 12.0  # a message alone
+    assert phase_seconds(LINKS, 31, 0, factors=("host", "chip", "core")) == 10 + 7 + 24 * 0.5
     assert phase_seconds(LINKS, 0, 99) == 0.0
     with pytest.raises(MkgenError, match="'lane'"):
         phase_seconds(LINKS, 3, 0, factors=("lane",))

@@ -50,8 +50,9 @@ class Target:
     link_latency_s: float
     sibling_bytes_per_s: float                   # to the other core of the same chip
     sibling_latency_s: float
-    exchange_latency_s: float                    # a phase: latency + hypot(peers * message, bytes / bytes_per_s); see exchange.py
-    exchange_message_s: float
+    exchange_latency_s: float                    # a phase: latency + hypot(messages, bytes / bytes_per_s): exchange.py
+    exchange_message_s: float                    # each of the first 7 messages
+    exchange_further_message_s: float            # each of the others
     exchange_bytes_per_s: float
     host_dispatch_s: float
     mxus_per_core: int
