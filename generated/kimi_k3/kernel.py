@@ -252,9 +252,8 @@ class Stage(NamedTuple):
     size: int  # ranks that exchange
     stride: int  # between neighbours
 
-HOST = Stage(0, 4, 8)
-CHIP_CORE = Stage(1, 8, 1)
-STAGES = (HOST, CHIP_CORE)
+ALL = Stage(0, 32, 1)
+STAGES = (ALL,)
 
 def member(stage):
     """My place among the ranks of this stage."""
@@ -266,10 +265,10 @@ def peer(stage, step):
     return lax.axis_index("tp") + (lax.rem(me + step, stage.size) - me) * stage.stride
 
 def inbox(m, stage):
-    return (m.inbox_host, m.inbox_chip_core)[stage.number]
+    return (m.inbox_all,)[stage.number]
 
 def outbox(m, stage):
-    return (m.outbox_host, m.outbox_chip_core)[stage.number]
+    return (m.outbox_all,)[stage.number]
 
 def half(m, stage):
     """Which of the two halves of its inbox this use of the stage has."""
@@ -739,10 +738,10 @@ def begin(m, g):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).wait())
     # -- embed
     m.embedded[...] = embedded_rows(m, 7168)
-    scatter_start(m, (HOST, CHIP_CORE), m.embedded[...])
-    scatter_finish(m, (HOST, CHIP_CORE), (224, m.embedded_run))
-    gather_start(m, (CHIP_CORE, HOST), m.embedded_run[...])
-    gather_finish(m, (CHIP_CORE, HOST), (224, m.embedded))
+    scatter_start(m, (ALL,), m.embedded[...])
+    scatter_finish(m, (ALL,), (224, m.embedded_run))
+    gather_start(m, (ALL,), m.embedded_run[...])
+    gather_finish(m, (ALL,), (224, m.embedded))
     # -- enter
     m.running[...] = m.embedded[...]
     return g
@@ -817,10 +816,10 @@ def kda_mixer(m, layer, index, g):
         w = panels(m, g, 0, 128, 7168)
         m.o_y[...] += dot(x, w)
     g = stream(m, g, range(3), kda_o_block)
-    scatter_start(m, (HOST, CHIP_CORE), m.o_y[...])
-    scatter_finish(m, (HOST, CHIP_CORE), (224, m.out_run))
-    gather_start(m, (CHIP_CORE, HOST), m.out_run[...])
-    gather_finish(m, (CHIP_CORE, HOST), (224, m.o_y))
+    scatter_start(m, (ALL,), m.o_y[...])
+    scatter_finish(m, (ALL,), (224, m.out_run))
+    gather_start(m, (ALL,), m.out_run[...])
+    gather_finish(m, (ALL,), (224, m.o_y))
     # -- kda.add
     block_add(m, layer, m.o_y[...])
     window_write(m, index).wait()
@@ -845,7 +844,7 @@ def mla_mixer(m, layer, index, g):
     m.q_a_y[...] = dot_t(m.h[...], columns(m, g, 984, 7168, 48))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    gather_start(m, (CHIP_CORE, HOST), m.kv_a_y[:, 0:18], m.q_a_y[...])
+    gather_start(m, (ALL,), m.kv_a_y[:, 0:18], m.q_a_y[...])
 
     # -- mla.g
     def mla_g_block(i, g):
@@ -853,7 +852,7 @@ def mla_mixer(m, layer, index, g):
         w = panels(m, g, 0, 7168, 128)
         m.g_y[:, lanes(i * 128, 128)] = dot(x, w)
     g = stream(m, g, range(3), mla_g_block)
-    gather_finish(m, (CHIP_CORE, HOST), (18, m.kv_a_whole), (48, m.q_a_whole))
+    gather_finish(m, (ALL,), (18, m.kv_a_whole), (48, m.q_a_whole))
     tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
     w = vector(m, g, 0, 8, bf16)
@@ -905,10 +904,10 @@ def mla_mixer(m, layer, index, g):
         w = panels(m, g, 0, 128, 7168)
         m.o_y[...] += dot(x, w)
     g = stream(m, g, range(3), mla_o_block)
-    scatter_start(m, (HOST, CHIP_CORE), m.o_y[...])
-    scatter_finish(m, (HOST, CHIP_CORE), (224, m.out_run))
-    gather_start(m, (CHIP_CORE, HOST), m.out_run[...])
-    gather_finish(m, (CHIP_CORE, HOST), (224, m.o_y))
+    scatter_start(m, (ALL,), m.o_y[...])
+    scatter_finish(m, (ALL,), (224, m.out_run))
+    gather_start(m, (ALL,), m.out_run[...])
+    gather_finish(m, (ALL,), (224, m.o_y))
     # -- mla.add
     block_add(m, layer, m.o_y[...])
     each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
@@ -942,10 +941,10 @@ def dense_ffn(m, layer, index, g):
         w = panels(m, g, 0, 1056, 896)
         m.down_y[:, lanes(i * 896, 896)] = dot(x, w)
     g = stream(m, g, range(8), dense_down_block)
-    scatter_start(m, (HOST, CHIP_CORE), m.down_y[...])
-    scatter_finish(m, (HOST, CHIP_CORE), (224, m.out_run))
-    gather_start(m, (CHIP_CORE, HOST), m.out_run[...])
-    gather_finish(m, (CHIP_CORE, HOST), (224, m.down_y))
+    scatter_start(m, (ALL,), m.down_y[...])
+    scatter_finish(m, (ALL,), (224, m.out_run))
+    gather_start(m, (ALL,), m.out_run[...])
+    gather_finish(m, (ALL,), (224, m.down_y))
     # -- dense.add
     m.running[...] = m.running[...].astype(f32) + m.down_y[...]
     return g
@@ -965,7 +964,7 @@ def moe_ffn(m, layer, index, g):
     m.latent_down_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 112))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    gather_start(m, (CHIP_CORE, HOST), m.router_y[:, 0:28], m.latent_down_y[...])
+    gather_start(m, (ALL,), m.router_y[:, 0:28], m.latent_down_y[...])
 
     # -- moe.shared_gate_up
     def moe_shared_gate_up_block(i, g):
@@ -984,7 +983,7 @@ def moe_ffn(m, layer, index, g):
         w = panels(m, g, 0, 192, 3584)
         m.shared_down_y[:, lanes(i * 3584, 3584)] = dot(x, w)
     g = stream(m, g, range(2), moe_shared_down_block)
-    gather_finish(m, (CHIP_CORE, HOST), (28, m.router_logits_whole), (112, m.latent_in_whole))
+    gather_finish(m, (ALL,), (28, m.router_logits_whole), (112, m.latent_in_whole))
     tape_copy(m, g).wait()  # router_bias 0
     # -- moe.route
     score = jax.nn.sigmoid(m.router_logits_whole[...])
@@ -1014,10 +1013,10 @@ def moe_ffn(m, layer, index, g):
         due = i + EXPERT_SLOTS < m.expert_count[0]
         pl.when(due)(lambda: expert_copy(m, index, i + EXPERT_SLOTS).start())
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
-    scatter_start(m, (HOST, CHIP_CORE), m.routed[...], m.shared_down_y[...])
-    scatter_finish(m, (HOST, CHIP_CORE), (112, m.routed_run), (224, m.shared_out_run))
-    gather_start(m, (CHIP_CORE, HOST), m.routed_run[...])
-    gather_finish(m, (CHIP_CORE, HOST), (112, m.routed))
+    scatter_start(m, (ALL,), m.routed[...], m.shared_down_y[...])
+    scatter_finish(m, (ALL,), (112, m.routed_run), (224, m.shared_out_run))
+    gather_start(m, (ALL,), m.routed_run[...])
+    gather_finish(m, (ALL,), (112, m.routed))
     tape_copy(m, g).wait()  # latent_norm 0, latent_up 32
     # -- moe.latent_norm
     w = vector(m, g, 0, 32)
@@ -1028,8 +1027,8 @@ def moe_ffn(m, layer, index, g):
     m.out[...] = m.latent_up_y[...] + m.shared_out_run[...]
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    gather_start(m, (CHIP_CORE, HOST), m.out[...])
-    gather_finish(m, (CHIP_CORE, HOST), (224, m.out_whole))
+    gather_start(m, (ALL,), m.out[...])
+    gather_finish(m, (ALL,), (224, m.out_whole))
     # -- moe.add
     m.running[...] = m.running[...].astype(f32) + m.out_whole[...]
     return g
@@ -1058,8 +1057,8 @@ def end(m, g):
     first = lax.axis_index("tp") * 5120
     top, token = greedy_local(m.logits[:, :5120], first, jnp.clip(163840 - first, 0, 5120))
     m.best_logit[...], m.best_token[...] = top, token
-    gather_start(m, (CHIP_CORE, HOST), m.best_logit[...], m.best_token[...])
-    gather_finish(m, (CHIP_CORE, HOST), (1, m.best_logits), (1, m.best_tokens))
+    gather_start(m, (ALL,), m.best_logit[...], m.best_token[...])
+    gather_finish(m, (ALL,), (1, m.best_logits), (1, m.best_tokens))
     tops = m.best_logits[...]
     best = tops == jnp.max(tops, axis=1, keepdims=True)
     token = jnp.min(jnp.where(best, m.best_tokens[...], NO_TOKEN), axis=1, keepdims=True).astype(
@@ -1196,15 +1195,11 @@ def places(rows):
         "ring": vmem((14, 4096, 128), u32),  # chunks of the tape, one a slot
         "ring_sem": dma((14,)),  # one a ring slot
         "position_column": vmem((8, 1), i32),  # positions as a column; padding rows are inactive
-        "inbox_host": vmem((2, 4, rows, 2688), u32),  # by half, member; peers write here
-        "outbox_host": vmem((4, rows, 2688), u32),  # words that differ by peer, on their way out
-        "inbox_chip_core": vmem((2, 8, rows, 384), u32),  # by half, member; peers write here
-        "outbox_chip_core": vmem(
-            (8, rows, 384), u32
-        ),  # words that differ by peer, on their way out
-        "phase": smem((2,), i32),  # uses of each stage so far
+        "inbox_all": vmem((2, 32, rows, 384), u32),  # by half, member; peers write here
+        "outbox_all": vmem((32, rows, 384), u32),  # words that differ by peer, on their way out
+        "phase": smem((1,), i32),  # uses of each stage so far
         "sent": dma,  # messages on their way out
-        "arrived": dma((2, 2)),  # messages that came in: half, stage
+        "arrived": dma((2, 1)),  # messages that came in: half, stage
     }
 
 def decode_call(rows, operands, state, interpret=False):
