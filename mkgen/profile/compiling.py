@@ -64,8 +64,11 @@ def compiled(job: Job, missing: list[Asked]) -> tuple[list[Asked], dict[str, Cyc
         (scratch / "job.json").write_text(json.dumps(told), encoding="utf-8")
         environment = worker_environment(scratch / "dump", DUMP)
         with (scratch / "said").open("w+", encoding="utf-8") as said, (scratch / "err").open("w+", encoding="utf-8") as err:
-            code = subprocess.run([sys.executable, "-m", f"{__package__}.worker", str(scratch / "job.json")], stdin=subprocess.DEVNULL,
-                                  stdout=said, stderr=err, timeout=TIMEOUT_SECONDS, env=environment).returncode
+            try:
+                code = subprocess.run([sys.executable, "-m", f"{__package__}.worker", str(scratch / "job.json")], stdin=subprocess.DEVNULL,
+                                      stdout=said, stderr=err, timeout=TIMEOUT_SECONDS, env=environment).returncode
+            except subprocess.TimeoutExpired:
+                raise NotProfiled(f"profile: the compiler was stopped after {TIMEOUT_SECONDS} s at {len(missing)} pieces, {missing[0].about} the first") from None
         lines = (scratch / "said").read_text(encoding="utf-8").splitlines()
         answers = [json.loads(line) for line in lines if line.startswith('{"name"')]
         done = {}
