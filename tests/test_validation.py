@@ -196,7 +196,6 @@ def test_steps_for_the_comparison():
     assert 0.8 < found[1]["hbm_busy"] < 1
     far = predicted("kimi_k3", draws=1)
     for rows in (1, 8):
-        assert (
-            far[rows]["ms"]["1.0"] < far[rows]["ms"]["1.5"] < far[rows]["ms"]["2.0"]
-            and far[rows]["ms_free"] < far[rows]["ms"]["1.0"] < far[rows]["ms_dear"]
-        )
+        assert far[rows]["ms"]["1.0"] < far[rows]["ms"]["1.5"] < far[rows]["ms"]["2.0"]
+        assert far[rows]["ms_free"] <= far[rows]["ms"]["1.0"] < far[rows]["ms_dear"]
+    assert far[1]["ms_free"] < far[1]["ms"]["1.0"]  # at 8 rows the one with 31 peers is hidden
