@@ -199,7 +199,9 @@ def test_lives_end_where_the_value_does(kimi):
 def test_every_op_has_a_box_of_its_own(name):
     plan = plan_of(name)
     subs = {s.name: s for s in plan.graph.sublayers()}
-    for d in drawings(plan, 1, exchanges(plan, 1)):
+    found = exchanges(plan, 1)
+    for d in drawings(plan, 1, found):
+        assert {x for b in d.boxes for x in b.exchanges} == {x for x in found if x.region == d.name}
         boxes = [b for b in d.boxes if b.kind != "carried"]
         assert len(boxes) == len(subs[d.name].ops)
         for i, a in enumerate(d.boxes):

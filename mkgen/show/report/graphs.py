@@ -31,7 +31,7 @@ class Box:
     weights: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     bytes: int = 0                       # of weights, on a core, each time it runs
-    exchange: Exchange | None = None     # of its output
+    exchanges: tuple[Exchange, ...] = ()  # of its output, one after another
     tip: str = ""
 
     @property
@@ -70,7 +70,7 @@ def drawings(plan: Plan, rows: int, exchanges: list[Exchange]) -> list[Drawing]:
         times[region.name] = times.get(region.name, 0) + 1
     subs = {s.name: s for s in plan.graph.sublayers()}
     held = family_bytes(plan, rows)
-    return [drawing(subs[name], n, held, {op: x for x in exchanges if x.region == name for op in x.after}) for name, n in times.items()]
+    return [drawing(subs[name], n, held, [x for x in exchanges if x.region == name]) for name, n in times.items()]
 
 
 def family_bytes(plan: Plan, rows: int) -> dict[str, int]:
@@ -90,13 +90,13 @@ def family_bytes(plan: Plan, rows: int) -> dict[str, int]:
     return out
 
 
-def drawing(sub: SubLayer, runs: int, held: dict[str, int], exchanges: dict[str, Exchange]) -> Drawing:
+def drawing(sub: SubLayer, runs: int, held: dict[str, int], exchanges: list[Exchange]) -> Drawing:
     g = with_carried(sub)
     flat = len(set(depths(g).values())) == len(g)            # a chain: from left to right
     drawn = draw(g, STYLE, flat)
     carried = sorted({v.name for op in sub.ops for v in op.inputs() if v.carried})
-    boxes = [box(n, g.nodes[n].get("op"), sub, *drawn.at[n], held, exchanges.get(n), carried) for n in g.nodes]
-    edges = [Edge(drawn.paths[a, b], ", ".join(sorted(d["values"])), a in exchanges, a == CARRIED) for a, b, d in g.edges(data=True)]
+    boxes = [box(n, g.nodes[n].get("op"), sub, *drawn.at[n], held, tuple(x for x in exchanges if n in x.after), carried) for n in g.nodes]
+    edges = [Edge(drawn.paths[a, b], ", ".join(sorted(d["values"])), any(a in x.after for x in exchanges), a == CARRIED) for a, b, d in g.edges(data=True)]
     return Drawing(sub.name, sub.role, sub.doc, runs, sum(b.bytes for b in boxes), flat, round(drawn.width), round(drawn.height), tuple(boxes), tuple(edges))
 
 
@@ -119,7 +119,7 @@ def tie(g: nx.DiGraph, a: str, b: str, value: str) -> None:
     g.add_edge(a, b, values=known | {value.split(".")[-1]})
 
 
-def box(name: str, op: Op | None, sub: SubLayer, x: float, y: float, held: dict[str, int], exchange: Exchange | None, carried: list[str]) -> Box:
+def box(name: str, op: Op | None, sub: SubLayer, x: float, y: float, held: dict[str, int], exchanges: tuple[Exchange, ...], carried: list[str]) -> Box:
     if op is None:
         return Box(CARRIED, "carried", x, y, tip="from other sub-layers: " + ", ".join(carried))
     weights = tuple(w.name for w in op.weights())
@@ -129,5 +129,5 @@ def box(name: str, op: Op | None, sub: SubLayer, x: float, y: float, held: dict[
     told += [f"weight {w.name} {list(w.shape)}" for w in op.weights()]
     told += [f"state {s.name} {list(s.shape)} {s.dtype}" for s in op.states()]
     return Box(short(name, sub.name), op.kind, x, y, weights, tuple(s.name for s in op.states()), sum(held.get(w, 0) for w in weights),
-               exchange, "\n".join(told))
+               exchanges, "\n".join(told))
 
