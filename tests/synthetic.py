@@ -21,7 +21,7 @@ class Walk:
         self.events: list[Event] = []
         self.open: dict[tuple, int] = defaultdict(int)
         self.run = 0                     # of a sub-layer: but for the tape, no copy is waited for in another
-        self.phases: list[tuple] = []
+        self.phases: list[int] = []
         self.table = [c.rows * 512 for _, r in plan.sequence() for c in r.chunks]
         self.issued = 0
 
@@ -61,12 +61,10 @@ class Walk:
                 self.open[self.key(n.transfer)] -= 1
                 self.events.append(Await(where, self.key(n.transfer)))
         elif isinstance(n, Collective) and n.part == "start":
-            group, where = getattr(n, "stage", None) or n.factor, Where(layer, region, f"{n.kind} start")
-            self.phases.append((len(self.events), group))
-            factors = (group,) if group in dict(self.plan.mesh.factors) else ()
-            self.events.append(Send(where, self.phases[-1], factors, n.peers, n.message_bytes(self.rows)))
+            self.phases.append(len(self.events))
+            self.events.append(Send(Where(layer, region, f"{n.kind}, start"), self.phases[-1], n.factors, n.peers, n.message_bytes(self.rows)))
         elif isinstance(n, Collective) and self.phases:
-            self.events.append(Receive(Where(layer, region, f"{n.kind} finish"), self.phases.pop(0)))
+            self.events.append(Receive(Where(layer, region, f"{n.kind}, finish"), self.phases.pop(0)))
         else:
             assert isinstance(n, (Advance, Collective)), n
         return op

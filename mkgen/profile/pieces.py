@@ -95,7 +95,7 @@ class Cutter:
         if isinstance(n, Collective):
             if (n.part, n.round) not in (("start", 0), ("finish", 0)):        # the finish's text goes on with all further rounds
                 return Exchange(n, self.made[-1])
-            return Exchange(n, self.piece(f"{n.kind} {n.part}", self.printer.exchange(n, 0), "", scalars, carry))
+            return Exchange(n, self.piece(exchange_op(n), self.printer.exchange(n, 0), "", scalars, carry))
         if isinstance(n, Branch):
             return Fork(n, tuple(self.items(case.nodes, scalars, carry) for _, case in n.cases))
         if isinstance(n, Loop):
@@ -118,6 +118,11 @@ class Cutter:
         found = Piece(self.region.name, op, text, scalars, carry, steps or text)
         self.made.append(found)
         return found
+
+
+def exchange_op(n: Collective) -> str:
+    """`gather of router_logits_whole, latent_in_whole, finish`: what is brought together, and which half of it this is."""
+    return f"{n.kind} of {', '.join(t.removeprefix('m.') for t in n.targets)}, {n.part}"
 
 
 def ops_of(steps: tuple[Step, ...]) -> str:

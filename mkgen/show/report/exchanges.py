@@ -20,7 +20,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Neighbouring phases that bring one value together. `after`: the ops whose outputs travel; `group` of a
+    """The phases that bring some values together. `after`: the ops whose outputs travel; `group` of a
     phase names the ranks that take part."""
     region: str
     after: tuple[str, ...]
@@ -48,23 +48,21 @@ def exchanges(plan: Plan, rows: int) -> list[Exchange]:
 
 def of_region(plan: Plan, region: Region, rows: int, runs: int) -> list[Exchange]:
     out: list[Exchange] = []
+    going: dict[tuple, int] = {}         # what is brought -> its place in out, from round to round
     writer: dict[str, str] = {}          # buffer -> the op that wrote it last
-    after, going = "", False             # the last op; does an exchange go on?
-    ops = {op.name for sub in plan.graph.sublayers() if sub.name == region.name for op in sub.ops}
-    last: tuple = ()
     for node in walk(region.body):
         if isinstance(node, Step):
-            after = node.op if node.op in ops else next((writer[b] for b in node.reads if b in writer), after)
-            going = False
-            writer.update((b, node.op) for b in node.writes if node.op in ops)
-        elif isinstance(node, Collective) and node.part == "start":
-            phase, key = one_phase(plan, node, rows), (node.kind, *named(node))
-            if key == last and (going or getattr(node, "round", 0)):
-                out[-1] = replace(out[-1], phases=(*out[-1].phases, phase))
+            writer.update((b, node.op) for b in node.writes)
+        elif isinstance(node, Collective):
+            key, sources = (node.kind, node.sources, node.targets), [writer[b] for b in named(node.sources) if b in writer]
+            if node.part == "finish":    # what it brings is still the value of the ops that it came from
+                writer.update((b, op) for b, op in zip(named(node.targets), sources))
+            elif node.round == 0:
+                going[key] = len(out)
+                out.append(Exchange(region.name, tuple(dict.fromkeys(sources)), node.kind, (one_phase(plan, node, rows),), runs))
             else:
-                sources = dict.fromkeys(writer[b] for b in named(getattr(node, "sources", node)) if b in writer)
-                out.append(Exchange(region.name, tuple(sources) or (after,), node.kind, (phase,), runs))
-            last, going = key, True
+                at = going[key]
+                out[at] = replace(out[at], phases=(*out[at].phases, one_phase(plan, node, rows)))
     return out
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Collective, Node, Start, Step, Wait, walk
@@ -34,7 +34,8 @@ def short(op: str, region: str) -> str:
 
 
 def touched(plan: Plan, node: Node) -> list[Touch]:
-    """The buffers of one node. A start reads its source and writes its target; so does its wait, which ends that."""
+    """The buffers of one node. A start reads its source and writes its target; so does its wait, which ends that. An exchange
+    reads when it starts and writes when it is finished."""
     if isinstance(node, Step):
         names = dict.fromkeys((*node.reads, *node.writes))
         return [Touch(n, n in node.reads, n in node.writes) for n in names]
@@ -42,16 +43,13 @@ def touched(plan: Plan, node: Node) -> list[Touch]:
         t, waits = plan.transfers[node.transfer], isinstance(node, Wait)
         return [Touch(n, n in t.reads, n in t.writes, waits) for n in dict.fromkeys((*t.reads, *t.writes))]
     if isinstance(node, Collective):
-        made = named(getattr(node, "targets", ())) if node.part == "finish" else []
-        read = [] if made else named(getattr(node, "sources", node))
-        return [Touch(n, n in read, n in made) for n in (*read, *made) if n in plan.buffers]
+        finish = node.part == "finish"
+        return [Touch(n, not finish, finish) for n in named(node.targets if finish else node.sources) if n in plan.buffers]
     return []
 
 
-def named(node: Collective | tuple[str, ...]) -> list[str]:
+def named(texts: tuple[str, ...]) -> list[str]:
     """The buffers that an exchange's texts name, each once."""
-    values = [getattr(node, f.name) for f in fields(node)] if isinstance(node, Collective) else [node]
-    texts = [t for v in values for t in (v if isinstance(v, tuple) else (v,)) if isinstance(t, str)]
     return list(dict.fromkeys(n for t in texts for n in NAMED.findall(t)))
 
 

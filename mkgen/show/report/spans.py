@@ -71,7 +71,7 @@ def next_place(places: tuple[tuple[str, str], ...], region: str, op: str, now: i
 
     A span of several ops, `first..last`, stands at the first of them."""
     mine = [i for i in range(first, len(places)) if places[i][0] == region]
-    wanted = EXCHANGE if op.endswith((" start", " finish")) else op.split("..")[0]
+    wanted = EXCHANGE if op.endswith((", start", ", finish")) else op.split("..")[0]
     return next((i for i in mine if i >= now and places[i][1] == wanted), next((i for i in reversed(mine) if places[i][1] == wanted), now))
 
 
