@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -162,6 +163,19 @@ def test_sensitivity_has_signs(qwen_plan, monkeypatch):
     found = sensitivity(qwen_plan, 1)
     assert all(us < 0 for what, us in found.items() if "slot" not in what)
     assert isinstance(found["one more expert slot"], (float, str))
+
+
+def test_a_slot_is_judged_beside_the_variant_alone(qwen_plan, monkeypatch):
+    """What the variants together cost (here: as if they had made copies slower) is no gain of the slot."""
+    monkeypatch.setattr(predicting, "PROBES", 1)
+    assert len(qwen_plan.spec.build.rows) > 1
+    build = replace(qwen_plan.spec.build, rows=(1,), ring_depth=8)
+    alone = predicting.make_plan(replace(qwen_plan.spec, build=build), qwen_plan.graph, qwen_plan.target)
+    together = replace(alone, spec=replace(alone.spec, build=replace(build, rows=(1, 8))), target=replace(alone.target, dma_latency_s=5e-6))
+    real = predicting.make_plan
+    monkeypatch.setattr(predicting, "make_plan", lambda spec, graph, target: real(spec, graph, alone.target))
+    found, meant = (sensitivity(p, 1)["one more ring slot"] for p in (together, alone))
+    assert found == pytest.approx(meant) and abs(predict(together, 1).predicted_ms - predict(alone, 1).predicted_ms) > 0.01
 
 
 def test_more_slots_that_do_not_fit_say_so(qwen_plan, monkeypatch):

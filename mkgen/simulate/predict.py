@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mkgen.errors import MkgenError
 from mkgen.plan.figures import figures
@@ -144,14 +145,22 @@ def sensitivity(plan: Plan, rows: int, *, context: int | None = None, seed: int 
         return sum(replay(change(expansion.step(c.tolist())), made.target, **({"host_latency": host_latency} | scales)).seconds
                    for c in counts) / len(counts) * US
 
-    def deeper(**more: int) -> float | str:
+    def alone(**more: int) -> Plan:
         build = plan.spec.build
         spec = replace(plan.spec, build=replace(build, rows=(rows,), **{name: getattr(build, name) + n for name, n in more.items()}))
+        return make_plan(spec, plan.graph, plan.target)
+
+    def deeper(**more: int) -> float | str:
         try:
-            made = make_plan(spec, plan.graph, plan.target)
+            made = alone(**more)
         except MkgenError as error:
-            return str(error).split("\n")[0].removeprefix(f"{spec.path}: ")
-        return mean(made) - base if (made.ring_depth, made.spec.build.expert_slots) != (plan.ring_depth, build.expert_slots) else 0.0
+            return str(error).split("\n")[0].removeprefix(f"{plan.spec.path}: ")
+        return mean(made) - shallow() if (made.ring_depth, made.spec.build.expert_slots) != (plan.ring_depth, plan.spec.build.expert_slots) else 0.0
+
+    @cache
+    def shallow() -> float:
+        """Of this variant alone: the others may have decided how ranks exchange."""
+        return mean(alone()) if len(plan.spec.build.rows) > 1 else base
 
     base = mean(plan)
     out: dict[str, float | str] = {
