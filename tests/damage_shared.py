@@ -72,51 +72,70 @@ def exchange_finish_dropped(plan, r):
     return changed(plan, r, is_part("finish"), lambda n: ())
 
 
-def whole_exchanges(plan: Plan) -> list[tuple[Site, int]]:
-    """(site, nodes) of exchanges whose rounds stand behind each other."""
+def group(n: Collective) -> str:
+    """The field that names the ranks that exchange."""
+    return "stage" if hasattr(n, "stage") else "factor"
+
+
+def ends(plan: Plan, n: Collective) -> tuple[bool, bool]:
+    """(does an exchange begin here, does it end here?)"""
+    rounds = getattr(n, "rounds", None)
+    names = [name for name, _, _ in plan.mesh.stages]
+    at, last = (n.round, rounds - 1) if rounds else (names.index(n.factor), len(names) - 1)
+    return n.part == "start" and at == 0, n.part == "finish" and at == last
+
+
+def whole_exchanges(plan: Plan) -> list[tuple[Site, list[int]]]:
+    """(its first start, where among its siblings all its starts and finishes stand)."""
     out = []
-    for site in sites(plan, is_part("start")):
-        nodes, k = siblings(plan, site), site[1][-1]
-        if k and isinstance(nodes[k - 1], Collective):
-            continue
-        n = k
-        while n < len(nodes) and isinstance(nodes[n], Collective) and nodes[n].kind == nodes[k].kind:
-            n += 1
-        count = 2 * len(plan.mesh.stages)
-        out += [((site[0], (*site[1][:-1], at)), count) for at in range(k, n - count + 1, count)]
+    for site in sites(plan, lambda n: isinstance(n, Collective) and ends(plan, n)[0]):
+        nodes, found = siblings(plan, site), []
+        for k in range(site[1][-1], len(nodes)):
+            if isinstance(nodes[k], Collective) and nodes[k].kind == node(plan, site).kind:
+                found.append(k)
+                if ends(plan, nodes[k])[1]:
+                    out.append((site, found))
+                    break
     return out
+
+
+def with_siblings(plan: Plan, site: Site, nodes: list) -> Plan:
+    return put(plan, (site[0], (*site[1][:-1], 0)), *nodes, take=len(siblings(plan, site)))
 
 
 @kind
 def exchange_dropped(plan, r):
     """All rounds: the step behind takes one rank's term, or piece, for the whole."""
     found = pick(r, whole_exchanges(plan))
-    return None if found is None else put(plan, found[0], take=found[1])
+    if found is None:
+        return None
+    site, all_ = found
+    return with_siblings(plan, site, [n for k, n in enumerate(siblings(plan, site)) if k not in all_])
 
 
 @kind
-def exchange_doubled(plan, r):
-    """A sum that is summed once more counts each rank's whole."""
-    found = pick(r, [(s, n) for s, n in whole_exchanges(plan) if node(plan, s).kind == "reduce"])
+def sum_taken_twice(plan, r):
+    """A sum in place that is summed once more counts each rank's whole."""
+    found = pick(r, [(s, all_) for s, all_ in whole_exchanges(plan) if node(plan, s).kind == "reduce"])
     if found is None:
         return None
-    (region, path), n = found
-    nodes = siblings(plan, (region, path))[path[-1] : path[-1] + n]
-    return put(plan, (region, path), *nodes, *nodes, take=n)
+    site, all_ = found
+    nodes = list(siblings(plan, site))
+    return with_siblings(plan, site, [*nodes[: all_[-1] + 1], *(nodes[k] for k in all_), *nodes[all_[-1] + 1 :]])
 
 
 @kind
 def rounds_out_of_order(plan, r):
+    """Of an exchange with a round for each mesh factor."""
     names = [name for name, _, _ in plan.mesh.stages]
     if len(names) < 2:
         return None
     other = {names[0]: names[1], names[1]: names[0]}
-    return changed(
-        plan,
-        r,
-        lambda n: isinstance(n, Collective) and n.factor in other,
-        lambda n: (replace(n, factor=other[n.factor]),),
-    )
+
+    def hit(n):
+        return isinstance(n, Collective) and getattr(n, group(n)) in other and getattr(n, "rounds", 2) > 1
+
+    return changed(plan, r, hit, lambda n: (replace(n, **{group(n): other[getattr(n, group(n))]}),))
 
 
 @kind

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from damage_tools import changed, kind, most, pick, steps, swapped, with_region
+from damage_tools import (
+    changed,
+    kind,
+    most,
+    node,
+    pick,
+    put,
+    sites,
+    steps,
+    swapped,
+    with_region,
+)
 
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Advance, Loop, Step
+from mkgen.plan.tape import Matrix
+
+SLICE = re.compile(r"m\.(\w+)\[:, (\d+):(\d+)\]")
 
 
 @kind
@@ -180,3 +195,34 @@ def use_before_it_is_made(plan, r):
             made[id(n)] = set(before)
             before |= set(n.writes)
     return swapped(plan, r, fits)
+
+
+@kind
+def columns_of_another_value(plan, r):
+    """Where a product's results lie side by side, a step reads one column further to the right."""
+    for region in r.sample(sorted(plan.regions), len(plan.regions)):
+        sub = next(s for s in plan.graph.sublayers() if s.name == region)
+        made = {y.name for op in sub.ops for y in getattr(op, "ys", ())}
+        ops = {op.name: op for op in sub.ops}
+        buffers = {
+            n.args["y"][2:]
+            for n in steps(plan.regions[region].body.nodes)
+            if isinstance(n.args.get("matrix"), Matrix)
+            and n.template in ("linear", "coded")
+            and len(n.args["matrix"].parts) > 1
+        }
+        places = []
+        for site in sites(plan, lambda n: isinstance(n, Step) and n.op in ops):
+            if site[0] != region:
+                continue
+            n = node(plan, site)
+            for arg, text in n.args.items():
+                found = SLICE.search(text) if isinstance(text, str) else None
+                if found and found[1] in buffers and getattr(getattr(ops[n.op], arg, None), "name", None) in made:
+                    places.append(
+                        (site, arg, text.replace(found[0], f"m.{found[1]}[:, {int(found[2]) + 1}:{int(found[3]) + 1}]"))
+                    )
+        if places:
+            site, arg, text = r.choice(places)
+            return put(plan, site, replace(node(plan, site), args=node(plan, site).args | {arg: text}))
+    return None

@@ -128,12 +128,12 @@ ATTENTION = {
 }
 EXPERTS = {
     "exchange dropped": of("exchange dropped"),
-    "exchange doubled": of("exchange doubled"),
+    "sum taken twice": of("sum taken twice"),
     "exchange finish dropped": of("exchange finish dropped"),
     "wait for an expert dropped": drop(Wait, "expert_copy"),
     "another expert": of("expert of another number"),
     "used before its wait": used_too_early("window_read"),
-    "write-back dropped": drop(Wait, "held_write"),
+    "write-back dropped": drop(Wait, "matrix_write"),
     "step dropped": of("step dropped", 3),
     "refill of an expert dropped": lambda plan: changed(
         plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mkgen.check.columns import Columns
 from mkgen.check.exchange import Exchanges
 from mkgen.check.findings import Report
 from mkgen.check.flight import Flight
@@ -26,6 +27,7 @@ class AbstractRun:
         self.exchanges = Exchanges(model.plan, model.rows, report)
         self.values = Values(ledger, report)
         self.spread = Spread(model.plan, report)
+        self.columns = Columns(model.plan, self.spread.ops, report)
         self.g = self.base = self.turn = self.routed = 0
         self.ids: list[int] = []
         self.region: Region | None = None
@@ -49,6 +51,7 @@ class AbstractRun:
             self.turn += 1
             self.region, self.base = region, self.g
             self.values.enter(region.name)
+            self.columns.enter()
             scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
             kv = self.model.cache(self.m, region.name)
             self.nodes(region.body.nodes, scope | ({} if kv is None else {"kv": kv}))
@@ -174,6 +177,7 @@ class AbstractRun:
         self.exchanges.step(n, where)
         self.values.step(n, where)
         self.spread.step(n, where)
+        self.columns.step(n, where)
 
     def scopes(self, touch, scope: dict):
         for value in self.text.value(touch.over, scope) if touch.var else (None,):
