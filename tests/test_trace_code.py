@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from jinja2 import ChoiceLoader, DictLoader
+from small_specs import spec
 
 from mkgen.check import check_plan
 from mkgen.emit import render
@@ -13,6 +14,7 @@ from mkgen.plan.planner import make_plan
 from mkgen.prove.drive import load_kernel
 from mkgen.prove.mini import mini_spec
 from mkgen.prove.trace_code import check_code
+from mkgen.spec.model import Mla, Moe
 from mkgen.targets import load_target
 
 
@@ -23,9 +25,21 @@ def small(plan: Plan) -> Plan:
 
 
 @pytest.fixture(scope="session")
-def mini(kimi_plan) -> Plan:
-    """Eight ranks, three factors; every kind of copy."""
-    return small(kimi_plan)
+def mini() -> Plan:
+    """Four ranks, two factors; a cache, routed experts, sums and gathers."""
+    made = spec(
+        4,
+        {"a": Mla(8, kv_rank=128, q_rank=40, nope_dim=32, v_dim=32, rope_dim=16)},
+        {"f": Moe(16, 3, 32, latent=96, shared_width=48)},
+        "a*2",
+        "f*2",
+        hidden=128,
+        mesh={"chip": 2, "core": 2},
+        rows=(3,),
+        block_kib=48,
+        ends={"vocab": 2048},
+    )
+    return make_plan(made, build_graph(made), load_target(made.build.chip))
 
 
 def damaged_module(plan: Plan, monkeypatch, template: str, old: str, new: str):
