@@ -72,28 +72,20 @@ def exchange_finish_dropped(plan, r):
     return changed(plan, r, is_part("finish"), lambda n: ())
 
 
-def group(n: Collective) -> str:
-    """The field that names the ranks that exchange."""
-    return "stage" if hasattr(n, "stage") else "factor"
-
-
-def ends(plan: Plan, n: Collective) -> tuple[bool, bool]:
+def ends(n: Collective) -> tuple[bool, bool]:
     """(does an exchange begin here, does it end here?)"""
-    rounds = getattr(n, "rounds", None)
-    names = [name for name, _, _ in plan.mesh.stages]
-    at, last = (n.round, rounds - 1) if rounds else (names.index(n.factor), len(names) - 1)
-    return n.part == "start" and at == 0, n.part == "finish" and at == last
+    return n.part == "start" and n.round == 0, n.part == "finish" and n.round == n.rounds - 1
 
 
 def whole_exchanges(plan: Plan) -> list[tuple[Site, list[int]]]:
     """(its first start, where among its siblings all its starts and finishes stand)."""
     out = []
-    for site in sites(plan, lambda n: isinstance(n, Collective) and ends(plan, n)[0]):
+    for site in sites(plan, lambda n: isinstance(n, Collective) and ends(n)[0]):
         nodes, found = siblings(plan, site), []
         for k in range(site[1][-1], len(nodes)):
             if isinstance(nodes[k], Collective) and nodes[k].kind == node(plan, site).kind:
                 found.append(k)
-                if ends(plan, nodes[k])[1]:
+                if ends(nodes[k])[1]:
                     out.append((site, found))
                     break
     return out
@@ -133,9 +125,9 @@ def rounds_out_of_order(plan, r):
     other = {names[0]: names[1], names[1]: names[0]}
 
     def hit(n):
-        return isinstance(n, Collective) and getattr(n, group(n)) in other and getattr(n, "rounds", 2) > 1
+        return isinstance(n, Collective) and n.stage in other and n.rounds > 1
 
-    return changed(plan, r, hit, lambda n: (replace(n, **{group(n): other[getattr(n, group(n))]}),))
+    return changed(plan, r, hit, lambda n: (replace(n, stage=other[n.stage]),))
 
 
 @kind

@@ -71,10 +71,10 @@ def mixer(r: random.Random):
         )
     if kind == "mla":
         return Mla(
-            heads=r.choice((4, 8, 16)),
+            heads=r.choice((4, 8, 16, 16)),
             kv_rank=r.choice((24, 64, 128, 128)),
-            nope_dim=r.choice((16, 32, 64)),
-            v_dim=r.choice((16, 32, 64)),
+            nope_dim=r.choice((16, 32, 64, 64)),
+            v_dim=r.choice((16, 32, 64, 64)),
             rope_dim=r.choice((0, 16)),
             q_rank=r.choice((0, 40)),
             gate=r.choice((None, Gate())),
@@ -179,6 +179,8 @@ def draw(seed: int) -> Spec:
         context=r.choice((64, 128)),
         block_kib=r.choice((48, 64, 96)),
         activations=r.choice(("bf16", "f32")),
+        gather=r.choice(("auto", "flat", "staged")),
+        reduce=r.choice(({}, {"rest": "staged"}, {"rest": "flat"}, {"rest": "scatter"})) if ranks > 1 else {},
     )
 
 

@@ -42,8 +42,7 @@ def check_drift(plan: Plan, trace: list[tuple], report: Report) -> None:
 
 def halves(plan: Plan, name: str) -> list[tuple[str, int]]:
     """(buffer, parts) of the place where peers write and of its semaphores; `exchange` says if they are not there."""
-    place = plan.buffers.get(f"inbox_{name}") or plan.buffers.get("inbox")
-    found = [b for b in (place, plan.buffers.get("arrived")) if b is not None and b.shape]
+    found = [b for b in (plan.buffers.get(f"inbox_{name}"), plan.buffers.get("arrived")) if b is not None and b.shape]
     return [(b.name, int(b.shape[0])) for b in found]
 
 

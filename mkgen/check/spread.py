@@ -36,7 +36,6 @@ class Spread:
     def __init__(self, plan: Plan, report: Report):
         self.plan, self.report = plan, report
         self.alone = plan.mesh.ranks == 1
-        self.last = plan.mesh.stages[-1][0] if plan.mesh.stages else None
         self.ops = {op.name: op for sub in plan.graph.sublayers() for op in sub.ops}
         self.kinds: dict[int, tuple] = {}
         self.terms: dict[str, str] = {}
@@ -90,9 +89,11 @@ class Spread:
 
     def exchange(self, n: Collective, where: str) -> None:
         """Sums take terms, gathers take none; what an exchange fills is whole."""
-        sums, sources, targets, first, last = facts(n, self.last)
-        if first:
-            for name in sources:
+        if n.kind == "greedy":
+            return
+        sums = n.kind in ("reduce", "scatter")
+        if n.part == "start" and n.round == 0:
+            for name in named(n.sources):
                 if sums and name not in self.terms:
                     self.bad(where, f"sums {name} over the ranks", "it is no term of a sum: whole, or summed already")
                 elif not sums and name in self.terms:
@@ -101,29 +102,12 @@ class Spread:
                         f"gathers {name}",
                         f"it is this rank's term of a sum ({self.terms[name]}): pieces are sums of their own",
                     )
-        if last:
-            for name in targets:
+        if n.part == "finish" and n.round == n.rounds - 1:
+            for name in named(n.targets):
                 self.terms.pop(name, None)
 
     def bad(self, where: str, what: str, why: str) -> None:
         self.report.add("spread", where, what, why)
-
-
-def facts(n: Collective, last_factor: str | None) -> tuple[bool, list[str], list[str], bool, bool]:
-    """(does it sum?, buffers that it takes, buffers that it fills, is this its first start?, its last finish?)."""
-    sums = n.kind in ("reduce", "scatter")
-    if n.kind == "greedy":
-        return False, [], [], False, False
-    if hasattr(n, "sources"):
-        return (
-            sums,
-            [b for t in n.sources for b in named(t)],
-            [b for t in n.targets for b in named(t)],
-            n.part == "start" and n.round == 0,
-            n.part == "finish" and n.round == n.rounds - 1,
-        )
-    held = named(n.args[0]) if n.kind == "reduce" else []
-    return sums, held, held, n.part == "start", n.part == "finish" and n.factor == last_factor
 
 
 def named(a) -> list[str]:

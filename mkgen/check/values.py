@@ -20,8 +20,8 @@ class Ledger:
         own = {b.name for b in plan.buffers.values() if b.space == "vmem" and not b.remote}
         self.outputs = {b.name for b in plan.buffers.values() if b.space == "out"}
         self.watched = (own | self.outputs) - carried - moved - PROLOGUE
-        self.made: dict[tuple[str, str], str] = {}
-        self.read: set[tuple[str, str]] = set()
+        self.made: dict[tuple[str, str, str | None], str] = {}  # (sub-layer, buffer, who made it)
+        self.read: set[tuple[str, str, str | None]] = set()
 
     def finish(self, report: Report) -> None:
         for key, where in self.made.items():
@@ -50,12 +50,14 @@ class Values:
                 continue
             if name in ledger.watched and name not in self.made:
                 self.report.add("value", where, f"reads {name}", "no step before it in the sub-layer has made it")
-            ledger.read.add((self.region, name))
+            ledger.read.add((self.region, name, self.made.get(name)))
             self.used.add(name)
         sums = accumulates(n)
         if sums in ledger.watched and sums not in self.made:
             self.report.add("value", where, f"adds to {sums}", "no step before it in the sub-layer has cleared it")
         for name in n.writes:
+            if name in n.reads and self.made.get(name, n.op) != n.op:
+                continue  # changed in place: what another op made stays its
             if name in ledger.watched:
                 if name in self.used and self.made.get(name) == n.op:
                     self.report.add("value", where, f"writes {name} once more", "it was read before it was complete")
@@ -65,7 +67,7 @@ class Values:
                 if name in ledger.outputs:
                     self.written.add(name)
                 elif not scratch(n, name):
-                    ledger.made.setdefault((self.region, name), where)
+                    ledger.made.setdefault((self.region, name, n.op), where)
 
     def exchange(self, n: Collective, where: str) -> None:
         """The first start reads its sources, the last finish makes its targets."""
@@ -74,14 +76,14 @@ class Values:
             for name in (name for text in n.sources for name in named(text)):
                 if name in watched and name not in self.made:
                     self.report.add("value", where, f"exchanges {name}", "no step before it in the sub-layer has made it")
-                self.ledger.read.add((self.region, name))
+                self.ledger.read.add((self.region, name, self.made.get(name)))
                 self.used.add(name)
         elif n.part == "finish" and n.round == n.rounds - 1:
             for name in (name for text in n.targets for name in named(text)):
                 if name in watched:
                     self.used.discard(name)
                     self.made[name] = f"{n.kind} {name}"
-                    self.ledger.made.setdefault((self.region, name), where)
+                    self.ledger.made.setdefault((self.region, name, self.made[name]), where)
 
     def finish(self) -> None:
         for name in sorted(self.ledger.outputs - self.written):
