@@ -72,7 +72,7 @@ def mixer(r: random.Random):
     if kind == "mla":
         return Mla(
             heads=r.choice((4, 8, 16, 16)),
-            kv_rank=r.choice((24, 64, 128, 128)),
+            kv_rank=r.choice((24, 64, 128, 256, 256)),
             nope_dim=r.choice((16, 32, 64, 64)),
             v_dim=r.choice((16, 32, 64, 64)),
             rope_dim=r.choice((0, 16)),
@@ -177,7 +177,7 @@ def draw(seed: int) -> Spec:
         kv_slots=r.choice((2, 4, 6)),
         kv_tile=16,
         context=r.choice((64, 128)),
-        block_kib=r.choice((48, 64, 96)),
+        block_kib=r.choice((48, 64, 64, 96)),
         activations=r.choice(("bf16", "f32")),
         gather=r.choice(("auto", "flat", "staged")),
         reduce=r.choice(({}, {"rest": "staged"}, {"rest": "flat"}, {"rest": "scatter"})) if ranks > 1 else {},

@@ -37,6 +37,8 @@ def mini() -> Plan:
         mesh={"chip": 2, "core": 2},
         rows=(3,),
         block_kib=48,
+        gather="staged",
+        reduce={"rest": "staged", "embedded": "flat"},
         ends={"vocab": 2048},
     )
     return make_plan(made, build_graph(made), load_target(made.build.chip))
@@ -75,7 +77,7 @@ INBOX_WORDS = "[bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range
 
 # name: (template, what stands there, what is put there, how the finding begins); each a mistake that someone can make
 DAMAGE = {
-    "no collective id": ("kernel.py.j2", "{{ 0 if plan.mesh.stages else", "{{ none if plan.mesh.stages else", "code"),
+    "no collective id": ("kernel.py.j2", "{{ 0 if plan.stages else", "{{ none if plan.stages else", "code"),
     "wait of a chunk dropped": (
         "lib/tape.py.j2",
         "        tape_copy(m, g).wait()\n        use(i, g)",
@@ -133,7 +135,12 @@ DAMAGE = {
         "m.arrived.at[0, stage.number]",
         "code ranks",
     ),
-    "inbox not by half": ("lib/collectives.py.j2", "inbox(m, stage).at[here, me", "inbox(m, stage).at[0, me", "code ranks"),
+    "inbox not by half": (
+        "lib/collectives.py.j2",
+        "inbox(m, stage).at[here, me",
+        "inbox(m, stage).at[0, me",
+        "code ranks",
+    ),
     "no halves": (
         "lib/collectives.py.j2",
         "return lax.rem(m.phase[stage.number], 2)",
