@@ -128,7 +128,7 @@ def test_runs_expand_to_what_they_came_from():
 def test_schedule_does_not_change_the_layout(small):
     path, plan = small
     same = ("build.ring_depth=4", "build.context=64", "build.rows=[1]", "build.expert_slots=3", "build.kv_slots=4",
-            "build.reduce={rest: flat}", "build.reduce={rest: scatter}", "build.reduce={rest: staged}", "build.gather=staged", "build.scatter=flat")
+            "build.reduce={rest: flat}", "build.reduce={rest: scatter}", "build.reduce={rest: staged}", "build.gather=staged", "build.scatter=flat", "build.add=runs", "build.add=whole")
     for change in same:
         assert layout_hash(planned(path, change)) == layout_hash(plan), change
 

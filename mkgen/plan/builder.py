@@ -6,6 +6,8 @@ source text for weights on the tape, `buffer`, `state`, `semaphores` and `transf
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mkgen.graph.ir import Op, SubLayer, Value
 from mkgen.plan.exchanges import Exchange, Exchanges
 from mkgen.plan.memory import Memory
@@ -15,6 +17,14 @@ from mkgen.plan.regions import Node, Seq
 from mkgen.plan.tape import Chunk, Entry
 from mkgen.plan.values import Values
 from mkgen.plan.weights import Weights
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """by_column: sums that are added to split columns are made in runs. whole_sums: those that are needed whole."""
+    by_column: bool
+    order: tuple[Op | Begin | Finish, ...]
+    whole_sums: frozenset[str]
 
 
 class Builder(Values, Weights, Exchanges, Nodes):
@@ -30,21 +40,45 @@ class Builder(Values, Weights, Exchanges, Nodes):
         self.late: list[Node] = []
         self.ends: dict[str, int] = {}
         self.op: Op | None = None
+        self.order: tuple = tuple(sub.order())
         self.arranged = False            # are exchanges put where they belong before an op asks for them?
+        self.by_column = True            # is a sum that is added to split columns made in runs?
         self.trace: list[Op | Exchange] = []
-        self.whole_sums: set[str] = set()    # sums that are needed whole
+        self.whole_sums: frozenset[str] = frozenset()    # sums that are needed whole
         self.talks: set[str] = set()     # ops that exchange something in their middle
 
     def region(self) -> Seq:
-        """Lowers the ops. Where ranks exchange values, a first plain pass finds out what and when; the second has it arranged."""
-        order = [*self.sub.order()]
+        """Lowers the ops, arranged as the fastest of the ways to exchange asks for."""
         if self.ranks > 1:
-            plain = Builder(self.memory.scratch(), self.sub, self.end_chunks)
-            for op in order:
-                plain.lower(op)
-            gathered = {v for e in plain.trace if isinstance(e, Exchange) and e.kind == "gather" for v in e.values}
-            self.whole_sums = {v for e in plain.trace if isinstance(e, Exchange) and e.kind == "scatter" for v in e.values} & gathered
-            order, self.arranged = arrange(plain.trace, plain.talks), True
+            plans = [self.arrangement(by_column) for by_column in {"auto": (True, False), "runs": (True,), "whole": (False,)}[self.build.add]]
+            tried = plans if len(plans) == 1 or plans[0].order != plans[1].order else plans[:1]
+            best = min(tried, key=lambda p: self.copy(p).exchange_seconds()) if len(tried) > 1 else tried[0]
+            self.follow(best)
+            if len(tried) > 1:
+                self.memory.notes.append((self.sub.name, f"what is added to split columns is summed {'in runs' if best.by_column else 'whole'}"))
+                self.memory.added.add("runs" if best.by_column else "whole")
+        return self.run(self.order)
+
+    def arrangement(self, by_column: bool) -> Arrangement:
+        """A plain lowering finds out what is exchanged and when, and has it arranged."""
+        plain = Builder(self.memory.scratch(), self.sub, self.end_chunks)
+        plain.by_column = by_column
+        for op in self.sub.order():
+            plain.lower(op)
+        kinds = {kind: {v for e in plain.trace if isinstance(e, Exchange) and e.kind == kind for v in e.values} for kind in ("scatter", "gather")}
+        return Arrangement(by_column, tuple(arrange(plain.trace, plain.talks)), frozenset(kinds["scatter"] & kinds["gather"]))
+
+    def follow(self, a: Arrangement) -> None:
+        self.order, self.by_column, self.whole_sums, self.arranged = a.order, a.by_column, a.whole_sums, True
+
+    def copy(self, a: Arrangement) -> Builder:
+        """The arrangement, lowered on a copy of the memory."""
+        other = Builder(self.memory.scratch(), self.sub, self.end_chunks)
+        other.follow(a)
+        other.run(other.order)
+        return other
+
+    def run(self, order: tuple) -> Seq:
         rest = {}
         for item in order:
             if isinstance(item, Begin):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Op, Value
 from mkgen.plan.memory import ROWS_PADDED, Place
-from mkgen.plan.regions import Collective, Step
+from mkgen.plan.regions import Collective, Seq, Step, walk
 from mkgen.plan.shard import round_up, unit_range
 from mkgen.plan.tape import LANES
 from mkgen.targets.exchange import FACTORS, phase_seconds
@@ -55,7 +55,7 @@ class Exchanges:
 
     def needs(self, op: Op, spread: dict[str, str], inputs: dict[str, Value]) -> dict[str, str]:
         """Where an op treats each column alone and all that is split is cut into equal runs, sums need their own run only."""
-        if op.columnwise and set(spread.values()) == {"split", "partial"}:
+        if self.by_column and op.columnwise and set(spread.values()) == {"split", "partial"}:
             split = [inputs[n] for n, s in spread.items() if s == "split"]
             if all(self.even(v) for v in split) and all(v.width % self.ranks == 0 for v in inputs.values()):
                 return {n: "split" for n, s in spread.items() if s == "partial"}
@@ -82,8 +82,12 @@ class Exchanges:
         for v in values:
             path = self.path_of_sum(v.name, v.width, joins=joins) if v.name in self.whole_sums else None
             found.setdefault(path, []).append(v)
-        runs = [Run("reduce", path, tuple(vs)) for path, vs in found.items() if path]
-        parts = found.get(None, [])
+        parts, together = found.pop(None, []), [v for vs in found.values() for v in vs]
+        runs = [Run("reduce", path, tuple(vs)) for path, vs in found.items()]
+        if len(runs) > 1 and not any(v.name in self.build.reduce for v in together):
+            path = self.path("reduce", sum(v.width for v in together))
+            self.memory.ways |= {v.name: " ".join(path) for v in together}
+            runs = [Run("reduce", path, tuple(together))]
         return ([Run("scatter", self.path("scatter", sum(-(-v.width // self.ranks) for v in parts)), tuple(parts))] if parts else []) + runs
 
     def path_of_sum(self, name: str, width: int, scatter: bool = True, joins: bool = False) -> tuple[str, ...] | None:
@@ -113,9 +117,16 @@ class Exchanges:
 
     def seconds(self, kind: str, path: tuple[str, ...], columns: int) -> float:
         """All rounds of an exchange, summed over the row variants."""
-        known = set(FACTORS) >= {name for name, _, _ in self.mesh.stages}
-        return sum(phase_seconds(self.memory.target, size - 1, words * 4 * rows, factors=factors if known else ())
-                   for size, words, factors in self.messages(kind, path, columns) for rows in self.build.rows)
+        return sum(self.round_seconds(size - 1, words, factors) for size, words, factors in self.messages(kind, path, columns))
+
+    def round_seconds(self, peers: int, words: int, factors: tuple[str, ...]) -> float:
+        factors = factors if set(FACTORS) >= set(factors) else ()
+        return sum(phase_seconds(self.memory.target, peers, words * 4 * rows, factors=factors) for rows in self.build.rows)
+
+    def exchange_seconds(self) -> float:
+        """All exchanges of the sub-layer as it has been lowered."""
+        return sum(self.round_seconds(n.peers, n.words, n.factors) for n in walk(Seq(tuple(self.nodes[0])))
+                   if isinstance(n, Collective) and n.part == "start")
 
     def messages(self, kind: str, path: tuple[str, ...], columns: int) -> list[tuple[int, int, tuple[str, ...]]]:
         """(ranks, words of a message, factors) of each round; a gather's messages grow, a scatter's begin large."""

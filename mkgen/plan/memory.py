@@ -46,13 +46,14 @@ class Memory:
         self.notes: list[tuple[str, str]] = []
         self.inboxes: dict[str, tuple[int, int]] = {}  # group -> words a row of a message, and of one that differs by peer
         self.ways: dict[str, str] = {}                 # sum over the ranks -> how it is made
+        self.added: set[str] = set()                   # how sums are made that are added to split columns: runs, whole
         self.left: dict[str, tuple[int, int]] = {}     # left operands of products with scales of groups: chunks, rows
 
     def scratch(self) -> Memory:
         """A copy to try a lowering on."""
         other = copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, (dict, list)):
+            if isinstance(value, (dict, list, set)):
                 setattr(other, name, copy(value))
         return other
 

@@ -48,6 +48,7 @@ class Plan:
     slot_rows: int
     why: tuple[tuple[str, str], ...]     # one line a choice
     stages: tuple[tuple[str, int, int], ...] = ()    # groups that exchange: name, size, stride between neighbours
+    added: tuple[str, ...] = ()          # how sums are made that are added to split columns: runs, whole
     ways: tuple[tuple[str, str], ...] = ()           # sum over the ranks -> how it is made: scatter, or the groups that reduce it one after another
 
     # -- the tape -------------------------------------------------------------------------------------------------------

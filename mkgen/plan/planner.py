@@ -35,7 +35,8 @@ def planned(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
                 transfers=memory.transfers, matrices=memory.matrices, vectors=memory.vectors, weights=memory.weights,
                 states={n: b.name for n, (_, b) in memory.states.items()}, experts=tuple(memory.experts.values()),
                 embed_rows=memory.embed_rows, ring_depth=memory.ring_depth, slot_rows=memory.slot_rows, why=tuple(memory.notes),
-                stages=tuple((name, *mesh.groups[name][:2]) for name in memory.inboxes), ways=tuple(memory.ways.items()))
+                stages=tuple((name, *mesh.groups[name][:2]) for name in memory.inboxes), ways=tuple(memory.ways.items()),
+                added=tuple(sorted(memory.added)))
     check_ways(spec, memory)
     check_budget(plan)
     return plan

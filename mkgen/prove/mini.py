@@ -85,7 +85,7 @@ def _full(spec: Spec) -> tuple[set[str], dict]:
         plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
         paths = {n.kind: n.path for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective)}
         ways = {kind: " ".join(sorted(paths[kind], key=list(plan.mesh.groups).index)) for kind in ("gather", "scatter") if kind in paths}
-        return pieces(plan), {"reduce": dict(plan.ways)} | ways
+        return pieces(plan), {"reduce": dict(plan.ways), "add": plan.added[0] if plan.added else "auto"} | ways
     return set(), {}
 
 
