@@ -83,12 +83,15 @@ class Exchanges:
         if at != self.ranks:
             self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"that reaches {at} of {self.ranks} ranks")
 
+        if n.wire != "f32" and n.kind == "gather":
+            self.report.add("exchange", where, f"gathers as {n.wire}", "pieces travel as they are")
+
     def message(self, n: Collective, where: str) -> None:
         """What is sent fits the place that the peers write, and goes to all of the group."""
         size, _ = self.groups[n.stage]
         sizes = [self.groups.get(name, (1, 1))[0] for name in n.path]
         times = {"gather": prod(sizes[:n.round]), "scatter": prod(sizes[n.round + 1:])}.get(n.kind, 1)
-        words = -(-sum(n.widths) * times // LANES) * LANES
+        words = -(-sum(n.widths) * times // (LANES * (2 if n.wire == "bf16" else 1))) * LANES
         inbox, outbox = (self.dims.get(f"{box}_{n.stage}") for box in ("inbox", "outbox"))
         for name, room in (("inbox", inbox), *([("outbox", outbox)] if n.kind == "scatter" else [])):
             if room is None or room[-1] < words:
@@ -135,7 +138,7 @@ class Exchanges:
 
 def same(n: Collective) -> tuple:
     """What all parts and rounds of one exchange have in common."""
-    return n.kind, n.sources, n.targets, n.widths, n.path
+    return n.kind, n.sources, n.targets, n.widths, n.path, n.wire
 
 
 def named(text: str) -> set[str]:

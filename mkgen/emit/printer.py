@@ -77,6 +77,7 @@ class Printer:
         args = ["m", f"({path},)" if node.rounds == 1 else f"({path})", *node.sources]
         if node.part == "finish":
             args[2:] = [f"({width}, {target})" for width, target in zip(node.widths, node.targets)]
+        args += ["wire=bf16"] if node.wire == "bf16" else []
         return f"{INDENT * depth}{node.kind}_{node.part}({', '.join(args)})"
 
     def node(self, node: Node, depth: int) -> list[str]:

@@ -128,14 +128,15 @@ class Exchanges:
         return sum(self.round_seconds(n.peers, n.words, n.factors) for n in walk(Seq(tuple(self.nodes[0])))
                    if isinstance(n, Collective) and n.part == "start")
 
-    def messages(self, kind: str, path: tuple[str, ...], columns: int) -> list[tuple[int, int, tuple[str, ...]]]:
+    def messages(self, kind: str, path: tuple[str, ...], columns: int, wire: str | None = None) -> list[tuple[int, int, tuple[str, ...]]]:
         """(ranks, words of a message, factors) of each round; a gather's messages grow, a scatter's begin large."""
         out, held, left = [], 1, self.ranks
         for name in path:
             size, _, factors = self.mesh.groups[name]
             left //= size
             times = {"gather": held, "scatter": left}.get(kind, 1)
-            out.append((size, round_up(columns * times, LANES), factors))
+            halved = 2 if kind != "gather" and (wire or self.build.wire) == "bf16" else 1
+            out.append((size, round_up(-(-columns * times // halved), LANES), factors))
             held *= size
         return out
 
@@ -161,12 +162,12 @@ class Exchanges:
                 getattr(self, f"after_{run.kind}")(v)
 
     def begin_rounds(self, kind: str, path: tuple[str, ...], sources: tuple[str, ...], widths: tuple[int, ...],
-                     targets: tuple[str, ...]) -> tuple[Collective, ...]:
-        nodes = []
-        for i, (name, (size, words, factors)) in enumerate(zip(path, self.messages(kind, path, sum(widths)))):
+                     targets: tuple[str, ...], wire: str | None = None) -> tuple[Collective, ...]:
+        nodes, wire = [], "f32" if kind == "gather" else wire or self.build.wire
+        for i, (name, (size, words, factors)) in enumerate(zip(path, self.messages(kind, path, sum(widths), wire))):
             self.memory.need_inbox(name, words, outbox=kind == "scatter")
             for part in ("start", "finish"):
-                nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path))
+                nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path, wire))
         self.nodes[-1].append(nodes[0])
         return tuple(nodes[1:])
 
@@ -232,7 +233,7 @@ class Exchanges:
         width = self.memory.buffers[buffer].shape[-1]
         path = self.path_of_sum(buffer, width, scatter=False)
         self.talks.add(self.op.name)
-        self.nodes[-1] += self.begin_rounds("reduce", path, (f"m.{buffer}[...]",), (width,), (f"m.{buffer}",))
+        self.nodes[-1] += self.begin_rounds("reduce", path, (f"m.{buffer}[...]",), (width,), (f"m.{buffer}",), "f32")
 
     def gather_buffers(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Brings float32 buffers of all ranks together, in the middle of an op; the names of what they come to."""

@@ -86,6 +86,7 @@ class Collective:
     words: int                           # u32 words a row in one message
     round: int = 0
     path: tuple[str, ...] = ("all",)     # the groups of all rounds, in order
+    wire: str = "f32"                    # what a sum travels as: f32 | bf16
 
     @property
     def rounds(self) -> int:

@@ -100,6 +100,7 @@ class Build:
     reduce: dict[str, str] = field(default_factory=dict)       # sum over the ranks, or 'rest' -> auto | scatter | groups of ranks, see exchanges.py
     gather: str = "auto"                         # groups of ranks, innermost first: 'chip_core host'
     scatter: str = "auto"
+    wire: Literal["f32", "bf16"] = "f32"         # what sums over the ranks travel as
     add: Literal["auto", "runs", "whole"] = "auto"             # what is added to split columns: each rank's run of the sum, or all of it
     spill_kib: int = 2816                        # VMEM left to the compiler
 
