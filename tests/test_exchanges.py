@@ -1,0 +1,107 @@
+"""Exchanges between ranks: which ones a plan makes, in what order, and that every way to make them gives the reference's numbers."""
+from __future__ import annotations
+
+import pytest
+from small_specs import prove_kernel, spec
+
+from mkgen.check import check_plan
+from mkgen.errors import MkgenError
+from mkgen.graph.build import build_graph
+from mkgen.plan.layout import layout_hash
+from mkgen.plan.plan import Plan
+from mkgen.plan.planner import make_plan
+from mkgen.plan.regions import Collective, Step, walk
+from mkgen.spec.load import load_spec
+from mkgen.spec.model import Gqa, Mlp, Moe, Norm, Spec
+from mkgen.targets import load_target
+
+MESH = {"chip": 2, "core": 2}
+
+
+def latent(mesh: dict = MESH, **build) -> Spec:
+    """Latent experts beside shared ones: every kind of exchange meets every other."""
+    ranks = 1
+    for size in mesh.values():
+        ranks *= size
+    moe = Moe(experts=8, top_k=2, width=48, latent=64, latent_norm=Norm(), shared_width=64)
+    build = {"expert_parallel": min(ranks, 4), "tensor_parallel": max(1, ranks // 4)} | build
+    return spec(ranks, {"a": Gqa(4, 4, 32)}, {"d": Mlp(96), "m": moe}, "a*2", "d m", 128, mesh=mesh, **build)
+
+
+def planned(made: Spec) -> Plan:
+    return make_plan(made, build_graph(made), load_target("tpu7x"))
+
+
+def exchanges(plan: Plan, region: str) -> list[Collective]:
+    return [n for n in walk(plan.regions[region].body) if isinstance(n, Collective) and (n.part, n.round) == ("start", 0)]
+
+
+def between(plan: Plan, region: str, first: Collective) -> list[str]:
+    """Ops between an exchange's start and its finish."""
+    out, inside = [], False
+    for n in walk(plan.regions[region].body):
+        if n is first:
+            inside = True
+        elif inside and isinstance(n, Collective):
+            return out
+        elif inside and isinstance(n, Step):
+            out.append(n.op)
+    raise AssertionError("it is not finished")
+
+
+def test_exchanges_that_meet_are_one():
+    """Router logits and latent travel together; so do the routed and the shared sum, which is delayed until then."""
+    found = exchanges(planned(latent(add="runs", reduce={"rest": "scatter"})), "m")
+    assert [(n.kind, len(n.sources)) for n in found] == [("gather", 2), ("scatter", 2), ("gather", 1), ("gather", 1)]
+    whole = exchanges(planned(latent(add="whole", reduce={"rest": "staged"})), "m")
+    assert [(n.kind, len(n.sources)) for n in whole] == [("gather", 2), ("reduce", 2), ("gather", 1)]
+
+
+def test_the_shared_expert_runs_while_the_routers_logits_travel():
+    plan = planned(latent())
+    ops = between(plan, "m", exchanges(plan, "m")[0])
+    assert {"m.shared_gate_up", "m.shared_act", "m.shared_down"} <= set(ops) and "m.route" not in ops
+
+
+def test_the_tape_does_not_depend_on_the_ways():
+    base = layout_hash(planned(latent()))
+    for ways in (dict(reduce={"rest": "flat"}), dict(reduce={"rest": "scatter"}), dict(gather="staged", scatter="staged"), dict(add="whole"),
+                 dict(add="runs"), dict(wire="bf16"), dict(rows=(1,))):
+        assert layout_hash(planned(latent(**ways))) == base, ways
+
+
+@pytest.mark.parametrize("mesh", [{"core": 2}, {"chip": 3}, MESH, {"host": 2, "chip": 4, "core": 2}])
+def test_every_path_reaches_all_ranks_and_passes_the_checker(mesh):
+    for path in planned(latent(mesh)).mesh.paths:
+        text = " ".join(path)
+        for build in (dict(reduce={"rest": text}, add="whole"), dict(reduce={"rest": "scatter"}, scatter=text, add="runs"),
+                      dict(reduce={"rest": text}, wire="bf16")):
+            plan = planned(latent(mesh, gather=text, **build))
+            assert not list(check_plan(plan)), (path, build)
+            assert {n.path for r in plan.regions for n in exchanges(plan, r)} <= {path, path[::-1]} | {p for p in plan.mesh.paths}
+
+
+def test_a_path_that_leads_nowhere_is_refused():
+    with pytest.raises(MkgenError, match="does not lead to all 4 ranks"):
+        planned(latent(gather="core"))
+    with pytest.raises(MkgenError, match="is no sum over the ranks"):
+        planned(latent(reduce={"m.rooted": "flat"}))
+
+
+def test_payload_decides():
+    """One row of a large model is reduced at once or in stages; many rows are scattered and gathered."""
+    few, many = (planned(load_spec("model_specs/kimi_k3.yaml", sets=[f"build.rows=[{rows}]"])) for rows in (1, 8))
+    assert dict(few.ways)["kda.out"] != "scatter" == dict(many.ways)["kda.out"]
+    assert layout_hash(few) == layout_hash(many)
+    rounds = [sum(len(exchanges(p, r.name)) for _, r in p.sequence()) for p in (few, many)]
+    assert rounds[0] < rounds[1] < 700
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [
+    dict(reduce={"rest": "staged"}, gather="staged", add="whole", wire="bf16"),
+    dict(reduce={"rest": "scatter"}, gather="staged", scatter="staged", add="runs"),
+    dict(reduce={"rest": "scatter"}, gather="flat", scatter="flat", wire="bf16", activations="f32"),
+], ids=["reduced", "scattered", "flat"])
+def test_every_way_gives_the_references_numbers(ways):
+    prove_kernel(latent(**ways))
