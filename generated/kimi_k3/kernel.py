@@ -277,6 +277,10 @@ def half(m, stage):
 def each_peer(stage, act):
     lax.fori_loop(1, stage.size, lambda step, _: act(step), None)
 
+def on_wire(m, xs):
+    """f32 [8, n] each -> u32 [rows, all of them side by side]."""
+    return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
+
 def message(m, stage, width, step, apart=False):
     """My message to the rank `step` places further round. apart: the words for that rank alone."""
     here, me, wide = half(m, stage), member(stage), -(-width // LANES) * LANES
@@ -298,10 +302,6 @@ def receive(m, stage, width, apart=False):
     each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())
     m.phase[stage.number] += 1
     return [bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]
-
-def on_wire(m, xs):
-    """f32 [8, n] each -> u32 [rows, all of them side by side]."""
-    return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
 
 def columns_of(pieces, ys):
     """For each (width, y): its columns of every piece, and y."""
@@ -555,15 +555,15 @@ class Section(NamedTuple):  # A matrix or a block of one: codes, then scales, pa
     wide: int  # panels of one basic block: enough to hide the drain of a dot
 
 MXFP4 = Format(jnp.float4_e2m1fn, 8, 32, 6)
-EXPERT_UP = Section(MXFP4, 0, 3584, 12, 5376, 28, 6)  # gate | up
-EXPERT_DOWN = Section(MXFP4, 5712, 768, 28, 8400, 6, 28)
-LOCAL_EXPERTS = 112
+EXPERT_UP = Section(MXFP4, 0, 3584, 6, 2688, 28, 6)  # gate | up
+EXPERT_DOWN = Section(MXFP4, 2856, 384, 28, 4200, 3, 28)
+LOCAL_EXPERTS = 224
 EXPERT_SLOTS = 4
 DEPTH = 256  # k rows of one dot: the depth of the MXU
 
 def first_expert(local):
     """The first of a rank's `local` experts; the ranks of one tensor-parallel group share them."""
-    return lax.div(lax.axis_index("tp"), 4) * local
+    return lax.div(lax.axis_index("tp"), 8) * local
 
 def lower_lanes(flags):
     """flags [8, n] bool -> f32 [8, n]: how many lower lanes of the row are set.
@@ -641,14 +641,17 @@ def coded_matmul(m, slots, slot, s, left, write):
         words = rows(s.scales_at, s.scale_rows, 0, s.scale_rows)
         scales = bitcast(bitcast(words, jnp.uint8).astype(u32) << 23, f32)  # an exponent
         totals = [0.0] * (m.rows if rowwise else 1)
-        for c in range(s.k // DEPTH):
-            groups = DEPTH // f.group
-            words = rows(s.at, s.k // f.per_word, c * DEPTH // f.per_word, DEPTH // f.per_word)
+        for c in range(-(-s.k // DEPTH)):
+            depth = min(DEPTH, s.k - c * DEPTH)
+            groups = -(-depth // f.group)
+            words = rows(s.at, s.k // f.per_word, c * DEPTH // f.per_word, depth // f.per_word)
             scale = scales[c * DEPTH // f.group :][:groups]
             w = bitcast(words, f.codes).astype(jnp.float8_e4m3fn)
-            y = dot(left[c, : groups * (2 * m.rows if rowwise else TERM_ROWS), :DEPTH], w)
+            y = dot(left[c, : groups * (2 * m.rows if rowwise else TERM_ROWS), :depth], w)
             for j, part in enumerate(jnp.split(y, m.rows if rowwise else groups)):
                 part = sum(jnp.split(part, 2)) * (scale if rowwise else scale[j : j + 1])
+                if rowwise and c and depth < DEPTH:  # the last of k
+                    part = jnp.pad(part, ((0, DEPTH // f.group - groups), (0, 0)))
                 totals[j if rowwise else 0] += part
         if rowwise:
             totals = [jnp.sum(total, axis=0, keepdims=True) for total in totals]
@@ -668,7 +671,7 @@ def run_expert(m, i, route, y):
 
     coded_matmul(m, m.expert_slot, slot, EXPERT_UP, m.expert_x, write_up)
     gate = m.expert_up[:, :width]
-    up = m.expert_up[:, 768 : 768 + width]
+    up = m.expert_up[:, 384 : 384 + width]
     h = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
     spread(m, m.expert_h, h, MXFP4)
     expert = first_expert(LOCAL_EXPERTS) + m.expert_ids[i]
@@ -1095,7 +1098,7 @@ OPERANDS = {  # name: where
     "chunks": pltpu.SMEM,  # first row and rows of each chunk of the tape
     "facts": pltpu.SMEM,  # per-layer data, FACTS words a layer
     "tape": pl.ANY,  # u32 [7092584, 128]
-    "experts": pl.ANY,  # u32 [10304, 8568, 128]
+    "experts": pl.ANY,  # u32 [20608, 4288, 128]
     "embedding": pl.ANY,  # u32 [143360, 128]
 }
 
@@ -1174,13 +1177,13 @@ def places(rows):
         "shared_down_y": vmem((8, 7168), f32),  # shared_out, not rounded
         "route": vmem((8, 896), f32),  # route
         "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
-        "expert_slot": vmem((4, 8568, 128), u32),  # experts, one a slot
+        "expert_slot": vmem((4, 4288, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
-        "expert_ids": smem((112,), i32),  # local ids of the layer's distinct experts
+        "expert_ids": smem((128,), i32),  # local ids of the layer's distinct experts
         "expert_count": smem((1,), i32),  # how many
-        "expert_up": vmem((8, 1536), f32),  # gate | up of one expert
+        "expert_up": vmem((8, 768), f32),  # gate | up of one expert
         "expert_x": vmem((14, 128, 256), bf16),  # left operand, block-diagonal
-        "expert_h": vmem((3, 128, 256), bf16),  # left operand, block-diagonal
+        "expert_h": vmem((2, 128, 256), bf16),  # left operand, block-diagonal
         "routed": vmem((8, 3584), f32),  # routed experts
         "routed_run": vmem((8, 112), f32),  # this rank's columns of routed
         "shared_out_run": vmem((8, 224), f32),  # this rank's columns of shared_out

@@ -200,6 +200,10 @@ def half(m, stage):
 def each_peer(stage, act):
     lax.fori_loop(1, stage.size, lambda step, _: act(step), None)
 
+def on_wire(m, xs):
+    """f32 [8, n] each -> u32 [rows, all of them side by side]."""
+    return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
+
 def message(m, stage, width, step, apart=False):
     """My message to the rank `step` places further round. apart: the words for that rank alone."""
     here, me, wide = half(m, stage), member(stage), -(-width // LANES) * LANES
@@ -219,10 +223,6 @@ def receive(m, stage, width, apart=False):
     each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())
     m.phase[stage.number] += 1
     return [bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]
-
-def on_wire(m, xs):
-    """f32 [8, n] each -> u32 [rows, all of them side by side]."""
-    return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
 
 def columns_of(pieces, ys):
     """For each (width, y): its columns of every piece, and y."""
