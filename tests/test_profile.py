@@ -98,6 +98,11 @@ def test_a_condition_is_taken_or_skipped():
     assert found.all - found.idle == 20
 
 
+def test_work_behind_the_last_wait():
+    found = cycles_of_loop(listing(*loop("%s9_s8", "", "%2 = dma.done.wait [#a], 16", "", "%3 = dma.done.wait [#a], 16", "", "")))
+    assert found.all - found.until == len(loop("1", "", "")) and found.until == 4
+
+
 def test_another_format_is_refused():
     with pytest.raises(UnreadableListing):
         parse("nothing that is known")

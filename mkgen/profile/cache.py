@@ -27,7 +27,7 @@ def load(name: str) -> Cycles | None:
     if name not in _seen:
         try:
             raw = json.loads((directory() / name[:2] / f"{name}.json").read_text(encoding="utf-8"))
-            _seen[name] = Cycles(raw["all"], raw["idle"], tuple(raw["loops"]))
+            _seen[name] = Cycles(raw["all"], raw["idle"], tuple(raw["loops"]), raw.get("until", 0.0))
         except (OSError, ValueError, KeyError):
             return None
     return _seen[name]
@@ -38,7 +38,7 @@ def store(name: str, found: Cycles, about: dict) -> None:
     _seen[name] = found
     path = directory() / name[:2] / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"all": found.all, "idle": found.idle, "loops": found.loops, **about})
+    text = json.dumps({"all": found.all, "idle": found.idle, "loops": found.loops, "until": found.until, **about})
     handle, part = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)

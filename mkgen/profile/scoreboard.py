@@ -31,10 +31,11 @@ QUICK = ("vld", "vpop", "vstv", "vmov", "vlaneseq", "vphi", "vsel", "vcmp", "vne
 @dataclass(frozen=True)
 class Cycles:
     """Of one trip of a listing's last loop. idle: with all conditions false; loops: of one trip of each loop inside whose trips
-    depend on data, in order, not counted in `all`."""
+    depend on data, in order, not counted in `all`; until: of `all`, what is over when its last wait for a copy is issued."""
     all: float
     idle: float
     loops: tuple[float, ...] = ()
+    until: float = 0.0
 
 
 def cycles_of_loop(listing: Listing) -> Cycles:
@@ -44,15 +45,16 @@ def cycles_of_loop(listing: Listing) -> Cycles:
     every, idle = Board(listing, False), Board(listing, True)
     each = every.trips(loop)
     every.dynamic.clear()
-    every.run(loop.first, loop.last, loop.inside)        # once more, to list the loops of one trip
-    return Cycles(each, idle.trips(loop), tuple(every.dynamic))
+    began = every.now
+    every.run(loop.first, loop.last, loop.inside)        # once more: its loops, its last wait
+    return Cycles(each, idle.trips(loop), tuple(every.dynamic), max(0.0, every.waited - began))
 
 
 class Board:
     """When each unit, queue and register is free or ready, while bundles are issued."""
 
     def __init__(self, listing: Listing, skip: bool):
-        self.bundles, self.skip, self.now = listing.bundles, skip, 0.0
+        self.bundles, self.skip, self.now, self.waited = listing.bundles, skip, 0.0, 0.0
         self.free: dict[str, float] = {}
         self.ready: dict[str, float] = {}
         self.queues: dict[str | None, float] = {}        # when a result can be taken
@@ -102,11 +104,13 @@ class Board:
             self.dynamic.append(apart.trips(loop))
         else:
             turns = min(loop.trips, TRIPS)
-            began = before = self.now
+            entered = began = self.now
             for _ in range(turns):
-                before, began = began, self.now
+                began = self.now
                 self.run(loop.first, loop.last, loop.inside)
-            self.now += (loop.trips - turns) * (self.now - began)
+            more = (loop.trips - turns) * (self.now - began)
+            self.now += more
+            self.waited += more if self.waited > entered else 0.0
 
     def issue(self, ops: tuple[Op, ...]) -> None:
         now = self.now + 1
@@ -115,6 +119,8 @@ class Board:
         self.now = now
         for op in ops:
             self.take(op, now)
+            if op.name == "dma.done.wait":
+                self.waited = now
 
     def earliest(self, op: Op) -> float:
         when = max((self.ready.get(r, 0.0) for r in op.reads), default=0.0)

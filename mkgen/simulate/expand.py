@@ -192,9 +192,10 @@ class Walk:
     def exchange(self, item: Exchange) -> None:
         n, op, cost = item.node, item.piece.op, self.owner.profile.of(item.piece)
         key = n.kind, n.stage, n.round
-        if n.part == "finish":
+        if n.part == "finish":               # one text finishes all rounds; its waits are issued while messages come in
+            self.out.append(Recorded("work", op, cost.until / n.rounds))
             self.out.append(Recorded("receive", op, key=key))
-            self.out.append(Recorded("work", op, cost.all / n.rounds))         # one text finishes all rounds
+            self.out.append(Recorded("work", op, (cost.all - cost.until) / n.rounds))
         elif n.round == 0:
             self.out.append(Recorded("work", op, cost.all))
         if n.part == "start":
