@@ -84,6 +84,11 @@ def test_a_loop_turns_as_often_as_its_test_says():
     assert cycles_of_loop(made).all == 10
 
 
+def test_a_loop_may_begin_at_another_number():
+    counter = "%s1_s0 = sadd.s32 1, %s5_s0  ;;  %s5_s0 = sphi %s3_s0, %s1_s0"
+    assert [x.trips for x in listing("%s3_s0 = smov.u32 2", *loop("5", counter, "")).loops] == [3]
+
+
 def test_trips_that_depend_on_data_are_told_apart():
     inner = [line.replace("region7", "region8").replace("region 7", "region 8").replace("p1_p0", "p3_p2") for line in loop("%s4_s3", "", "", "")]
     made = listing(*loop("%s9_s8", "", *inner))

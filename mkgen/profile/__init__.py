@@ -24,6 +24,7 @@ HBM_ROWS, TABLE = 1 << 20, 1024          # leading sizes of HBM operands and tab
 PRIMING = "tape_copy(m, g).start()"
 PROLOGUE = "prologue"
 UNTIL = "with the cycles until its last wait"      # in the key of what finishes an exchange: files without them are of before
+BEGINS = "loops from where they begin"             # likewise, of what has a loop that does not begin at 0
 LAUNCH = "begin("                        # the statement of decode_kernel where the first region begins
 
 
@@ -93,7 +94,8 @@ def ask(piece: Piece, kernel: Definitions, job: Job, chip: str) -> Asked:
     used = places_in([piece.function, *behind], job.places)
     text = "\n".join((piece.function, *behind))
     size = [number for word, number in (("m.rows", job.rows), ("axis_index", job.ranks)) if word in text]
-    facts = [piece.function, behind, [[n, *job.places[n]] for n in used], size, chip, versions()] + [UNTIL] * ("_finish(" in piece.text)
+    facts = [piece.function, behind, [[n, *job.places[n]] for n in used], size, chip, versions()]
+    facts += [UNTIL] * ("_finish(" in piece.text) + [BEGINS] * bool(re.search(r"fori_loop\((?!0,)", text))
     barrier = any("get_barrier_semaphore" in text for text in behind) and "open_exchanges" in piece.function
     return Asked(cache.key(facts), piece.function, tuple(used), barrier, "axis_index" not in text, f"{piece.region}/{piece.op}")
 

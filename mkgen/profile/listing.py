@@ -16,7 +16,9 @@ REGISTER = re.compile(r"%\w*?_((?:vm|v)\d+)\b")
 NUMBER = re.compile(r"%(\d+)\b(?!_)")
 OPCODE = re.compile(r"(?:= )?\b([a-z_]+[a-z0-9_.]*(?:\[\d+\][a-z0-9_.]*)?)")
 TARGET = re.compile(r"target = \$region(\d+)")
-TEST = re.compile(r"scmp\.\S+ %\w+, (-?\d+|%\w+) .*loop exit test")
+TEST = re.compile(r"scmp\.\S+ (%\w+), (-?\d+|%\w+) .*loop exit test")
+PHI = re.compile(r"= sphi (%\w+), (%\w+)")
+NUMBERS = re.compile(r"(%\w+) = smov\.u32(?: \(!?%\w+\),)? (\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,11 @@ def parse(text: str) -> Listing:
     for n, body in enumerate(texts):
         bundles.append(bundle(body, starts, marked[n]))
         if found := TEST.search(body):
-            tests[n] = found.group(1)
-    loops = nest(bundles, tests)
+            tests[n] = found.group(1), found.group(2)
+    known = dict(NUMBERS.findall(parts[1]))
+    first = {again: int(known[start]) for start, again in PHI.findall(parts[1]) if start in known}
+    trips = {n: None if bound.startswith("%") else int(bound) - first.get(counter, 0) for n, (counter, bound) in tests.items()}
+    loops = nest(bundles, trips)
     if not loops and re.search(r"^\s*0x[0-9a-f]+\s+(?:[A-Z]{2}\s+)*L[BH]", parts[1], re.M):
         raise UnreadableListing("a loop is marked, but no branch goes back")
     return Listing(bundles, loops)
@@ -123,8 +128,8 @@ def instruction(text: str) -> Op | None:
     return Op(name.group(1), tuple(REGISTER.findall(right)), tuple(REGISTER.findall(left)), number[0] if number else None)
 
 
-def nest(bundles: list[Bundle], tests: dict[int, str]) -> list[Loop]:
-    """The loops, each in the one around it. A loop's exit test is the last in it that is in no inner loop."""
+def nest(bundles: list[Bundle], trips: dict[int, int | None]) -> list[Loop]:
+    """The loops, each in the one around it. trips: by the bundle of the exit test, the last in a loop that is in no inner one."""
     found = [Loop(b.branch, delayed(bundles, n), None) for n, b in enumerate(bundles)
              if b.branch is not None and b.branch <= n]
     outer: list[Loop] = []
@@ -135,8 +140,8 @@ def nest(bundles: list[Bundle], tests: dict[int, str]) -> list[Loop]:
         place.append(loop)
     used: set[int] = set()
     for loop in sorted(found, key=lambda x: x.last - x.first):
-        at = max((n for n in tests if loop.first <= n <= loop.last and n not in used), default=None)
+        at = max((n for n in trips if loop.first <= n <= loop.last and n not in used), default=None)
         if at is not None:
             used.add(at)
-            loop.trips = int(tests[at]) if not tests[at].startswith("%") else None
+            loop.trips = trips[at]
     return outer
