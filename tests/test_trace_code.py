@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import random_specs
 from jinja2 import ChoiceLoader, DictLoader
 from small_specs import spec
 
@@ -70,6 +71,24 @@ def test_the_code_of_a_mini_does_what_its_plan_says(request, name):
 def test_the_code_of_the_full_size_model_does_what_its_plan_says(qwen_plan):
     done = check_code(qwen_plan, few=True)
     assert [str(f) for f in done.findings] == [] and done.ranks == 8
+
+
+def traced(seeds: range) -> dict[int, list[str]]:
+    """What is wrong with the code of random specs, the whole way from spec to trace."""
+    found = {seed: check_code(plan, few=True) for seed, plan in random_specs.plans(seeds)}
+    assert all(done.moves > 50 for done in found.values())
+    return {seed: [str(f) for f in done.findings] for seed, done in found.items()}
+
+
+def test_the_code_of_random_specs_does_what_their_plans_say():
+    found = traced(range(5000, 5006))
+    assert len(found) >= 3 and {s: f for s, f in found.items() if f} == {}
+
+
+@pytest.mark.slow
+def test_the_code_of_many_random_specs_does_what_their_plans_say():
+    found = traced(range(6000, 6060))
+    assert len(found) >= 40 and {s: f for s, f in found.items() if f} == {}
 
 
 INBOX_WAIT = "    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())\n"
