@@ -11,6 +11,7 @@ from mkgen.cli_base import Guarded, Asked, debug_option, finish, finish_input, s
 from mkgen.commands.report import report, trace
 from mkgen.commands.check import check
 from mkgen.commands.simulate import profile, simulate
+from mkgen.commands.tune import tune
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -193,6 +194,7 @@ main.add_command(trace)
 main.add_command(check)
 main.add_command(profile)
 main.add_command(simulate)
+main.add_command(tune)
 
 if __name__ == "__main__":
     main()

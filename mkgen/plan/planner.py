@@ -12,6 +12,10 @@ from mkgen.spec.model import Spec
 from mkgen.targets import Target
 
 
+class DoesNotFit(MkgenError):
+    """VMEM is too small for the plan."""
+
+
 def make_plan(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     """Lowers every sub-layer once, fixes the ring, adds what all of them share, and checks the budget of every row variant.
 
@@ -19,7 +23,8 @@ def make_plan(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     try:
         return planned(spec, graph, target)
     except MkgenError as e:
-        raise MkgenError(str(e) if str(e).startswith(spec.path) else f"{spec.path}: {e}") from None
+        kind = DoesNotFit if isinstance(e, DoesNotFit) else MkgenError
+        raise kind(str(e) if str(e).startswith(spec.path) else f"{spec.path}: {e}") from None
 
 
 def planned(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
@@ -71,7 +76,7 @@ def check_budget(plan: Plan) -> None:
         total, budget = sum(vmem.values()), target.vmem_usable_bytes - spec.build.spill_kib * 1024
         if total > budget:
             top = ", ".join(f"{n} {b / 2**20:.2f}" for n, b in sorted(vmem.items(), key=lambda i: -i[1])[:5])
-            raise MkgenError(f"{spec.path}: at {rows} rows the plan needs {total / 2**20:.2f} MiB of VMEM, {target.name} has "
+            raise DoesNotFit(f"{spec.path}: at {rows} rows the plan needs {total / 2**20:.2f} MiB of VMEM, {target.name} has "
                              f"{budget / 2**20:.2f} MiB beside the spill reserve\n  largest (MiB): {top}\n"
                              f"  fix: lower build.ring_depth, build.expert_slots, build.block_kib or build.kv_tile")
         held = plan.bytes_per_core(rows)

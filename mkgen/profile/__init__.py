@@ -42,8 +42,29 @@ class Profile:
         return self.cycles[id(piece)]
 
 
+@dataclass(frozen=True)
+class Questions:
+    """What has to be known of a plan and rows variant, and for what: a profile without its cycles."""
+    job: Job
+    asked: list[Asked]
+    items: dict[str, tuple[Item, ...]]
+    prologue: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]
+    new: int
+
+    def profile(self, found: dict[str, Cycles]) -> Profile:
+        """found: what `measure` says of `job` and `asked`."""
+        cycles = {id(p): found[a.key] for p, a in zip(self.pieces, self.asked)}
+        return Profile(self.job.rows, self.items, self.prologue, self.pieces, cycles, self.new)
+
+
 def profile_plan(plan: Plan, rows: int) -> Profile:
     """Raises `NotProfiled` if the compiler refuses a piece."""
+    asked = questions(plan, rows)
+    return asked.profile(measure(asked.job, asked.asked))
+
+
+def questions(plan: Plan, rows: int) -> Questions:
     small = canonical(plan)
     source = kernel_text(small)
     kernel = Definitions(source)
@@ -55,8 +76,7 @@ def profile_plan(plan: Plan, rows: int) -> Profile:
     job = Job(source, rows, plan.mesh.ranks, topology, plan.target.vmem_bytes, places)
     asked = [ask(p, kernel, job, plan.target.name) for p in every]
     unknown = {a.key for a in asked if cache.load(a.key) is None}
-    found = measure(job, asked)
-    return Profile(rows, items, tuple(prologue), tuple(every), {id(p): found[a.key] for p, a in zip(every, asked)}, len(unknown))
+    return Questions(job, asked, items, tuple(prologue), tuple(every), len(unknown))
 
 
 def canonical(plan: Plan) -> Plan:

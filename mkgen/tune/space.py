@@ -1,0 +1,137 @@
+"""What may change in a `build:`: one dimension a knob, with the values that are worth a trial, taken from the spec and its plan.
+
+A dimension says nothing about what is good. Numerics stay as the spec has them: weight formats are no dimension, and activations only
+where the user allows it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mkgen.plan.plan import Plan
+from mkgen.spec.checks_build import GATHERED
+from mkgen.spec.model import Build, Mla, Model, Moe
+
+NUMERICS = ("activations",)              # knobs that change what is computed: searched only if they are allowed by name
+NOT_SEARCHED = {                         # what a schedule could vary and no key of a build says
+    "wire dtypes": "every exchange carries float32",
+    "loop nest against unrolling": "a plan has one loop over the layers",
+    "points of the ring's top-ups": "a slot is filled again as soon as it has been read",
+}
+DEPTHS = (0.25, 0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2, 3)
+SLOTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
+BLOCKS = (512, 768, 1024, 1536, 2048, 3072, 4096)
+PIECES = (1536, 3072, 4608, 6144, 9216, 12288)
+TILES = (64, 128, 256, 512, 1024)
+KV_SLOTS = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One knob. keys: of the build that it writes; of: build -> value; to: (build, value) -> build; values: those to try."""
+    name: str
+    keys: tuple[str, ...]
+    values: tuple[Any, ...]
+    of: Callable[[Build], Any]
+    to: Callable[[Build, Any], Build]
+    text: Callable[[Any], str] = str
+
+    def neighbours(self, build: Build) -> list[tuple[Any, Build]]:
+        """(value, the build with it), for each other value."""
+        own = self.of(build)
+        return [(value, self.to(build, value)) for value in self.values if value != own]
+
+
+def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], allow: tuple[str, ...] = ()) -> list[Dimension]:
+    """Of a spec's own build and plan, those that cost nothing to try and those that move most first. rows: what the search is for."""
+    moe = any(isinstance(f, Moe) for f in model.ffns.values())
+    cached = any(op.kind == "attention" or s.positional for sub in plan.graph.sublayers() for op in sub.ops for s in op.states())
+    out = [variants(build, rows), number("ring_depth", build, {max(2, round(build.ring_depth * times)) for times in DEPTHS})]
+    out += [number("expert_slots", build, SLOTS)] * moe
+    out += [split(build)] * (moe and build.ranks > 1)
+    out += [*families(model)] * (build.ranks > 1)
+    out += exchanges(plan)
+    out += [blocks(build)]
+    out += [number("expert_kib", build, PIECES)] * moe
+    out += [number("kv_tile", build, (n for n in TILES if build.context % n == 0)), number("kv_slots", build, KV_SLOTS)] * cached
+    out += [choice("mla_cache", ("latent", "expanded"))] * any(isinstance(m, Mla) for m in model.mixers.values())
+    out += [choice("activations", ("bf16", "f32"))] * ("activations" in allow)
+    return [d for d in out if len({*d.values, d.of(build)}) > 1]
+
+
+# -- plain keys ---------------------------------------------------------------------------------------------------------
+
+def number(key: str, build: Build, values) -> Dimension:
+    return choice(key, tuple(sorted({*values, getattr(build, key)})))
+
+
+def choice(key: str, values: tuple) -> Dimension:
+    return Dimension(key, (key,), values, lambda build: getattr(build, key), lambda build, value: replace(build, **{key: value}))
+
+
+def variants(build: Build, rows: tuple[int, ...]) -> Dimension:
+    """A module for the rows that are asked about alone, or one for all that the spec has: exchanges are chosen for all of them."""
+    values = tuple(dict.fromkeys(v for v in (build.rows, rows) if set(rows) <= set(v)))
+    return replace(choice("rows", values), text=lambda v: "[" + ", ".join(map(str, v)) + "]")
+
+
+def blocks(build: Build) -> Dimension:
+    """The largest block, with a ring that keeps its bytes."""
+    def to(b: Build, kib: int) -> Build:
+        return replace(b, block_kib=kib, ring_depth=max(2, b.ring_depth * b.block_kib // kib))
+
+    return Dimension("block_kib", ("block_kib", "ring_depth"), tuple(sorted({*BLOCKS, build.block_kib})), lambda b: b.block_kib, to)
+
+
+# -- who holds what -----------------------------------------------------------------------------------------------------
+
+def split(build: Build) -> Dimension:
+    """How many groups hold different experts, and how many ranks share each."""
+    pairs = tuple((n, build.ranks // n) for n in range(1, build.ranks + 1) if build.ranks % n == 0)
+    return Dimension("expert split", ("expert_parallel", "tensor_parallel"), pairs, lambda b: (b.expert_parallel, b.tensor_parallel),
+                     lambda b, v: replace(b, expert_parallel=v[0], tensor_parallel=v[1]), lambda v: f"{v[0]} x {v[1]}")
+
+
+def families(model: Model) -> list[Dimension]:
+    """Each family of matrices that may be kept whole on every rank: whole, or cut over the ranks."""
+    kinds = {**model.mixers, **model.ffns}
+    used = {name for run in model.schedule for name in (run.mixer, run.ffn)}
+    able = [f"{name}.{part}" for name, kind in kinds.items() if name in used for part in GATHERED.get(type(kind), ())]
+    return [held(family) for family in able if family in model.checkpoint]
+
+
+def held(family: str) -> Dimension:
+    def to(build: Build, whole: bool) -> Build:
+        others = tuple(f for f in build.replicate if f != family)
+        return replace(build, replicate=(*others, family) if whole else others)
+
+    return Dimension(f"replicate {family}", ("replicate",), (False, True), lambda build: family in build.replicate, to,
+                     lambda whole: "whole" if whole else "cut")
+
+
+# -- exchanges ----------------------------------------------------------------------------------------------------------
+
+def exchanges(plan: Plan) -> list[Dimension]:
+    """The way of each sum, those that are made most often first, then of all gathers and of all scatters."""
+    paths = tuple(" ".join(path) for path in plan.mesh.paths)
+    if plan.mesh.ranks == 1:
+        return []
+    runs: dict[str, int] = {}
+    for _, region in plan.sequence():
+        runs[region.name] = runs.get(region.name, 0) + 1
+    names = sorted((name for name, _ in plan.ways), key=lambda name: -runs.get(name.partition(".")[0], 1))
+    ways = ("auto", "scatter", *paths)
+    return [*(summed(name, ways) for name in names), *(choice(key, ("auto", *paths)) for key in ("gather", "scatter"))]
+
+
+def summed(name: str, ways: tuple[str, ...]) -> Dimension:
+    """The way of one sum; what `rest` would say anyway is not written."""
+    def rest(build: Build) -> str:
+        return build.reduce.get("rest", "auto")
+
+    def to(build: Build, way: str) -> Build:
+        others = {n: w for n, w in build.reduce.items() if n != name}
+        return replace(build, reduce=others if way == rest(build) else {**others, name: way})
+
+    return Dimension(f"reduce {name}", ("reduce",), ways, lambda build: build.reduce.get(name, rest(build)), to)
