@@ -62,7 +62,7 @@ def cycles(monkeypatch):
 @pytest.fixture
 def few(monkeypatch):
     """Few values of each knob: the way is the same, and shorter."""
-    for name, values in {"DEPTHS": (0.7, 2), "SLOTS": (2, 4), "BLOCKS": (32, 64), "PIECES": (1536, 6144), "TILES": (64, 128), "KV_SLOTS": (4, 8)}.items():
+    for name, values in {"DEPTHS": (0.7, 2), "SLOTS": (2, 4), "SIZES": (0.5,), "TILES": (64, 128), "KV_SLOTS": (4, 8)}.items():
         monkeypatch.setattr(space, name, values)
     monkeypatch.setattr(running, "dimensions", lambda *a: [d for d in dimensions(*a) if d.name in KNOBS])
 
@@ -100,7 +100,7 @@ def planned(spec):
 @pytest.mark.parametrize("name", ["kimi_k3", "qwen3_30b_a3b", "qwen3_8b"])
 def test_a_dimension_writes_what_it_reads(name):
     whole = load_spec(ROOT / "model_specs" / f"{name}.yaml")
-    for d in dimensions(whole.model, whole.build, planned(whole), (1,), ("activations",)):
+    for d in dimensions(whole.model, whole.build, planned(whole), (1,), ("activations", "wire")):
         assert d.of(d.to(whole.build, d.of(whole.build))) == d.of(whole.build)
         for value, build in d.neighbours(whole.build):
             assert d.of(build) == value != d.of(whole.build)
@@ -114,8 +114,8 @@ def test_numerics_are_searched_only_if_they_are_allowed(spec):
     bench = bench_of(spec)
     names = {d.name for d in dims_of(spec, bench)}
     assert names >= {"rows", "ring_depth", "expert_slots", "expert split", "replicate moe.router", "reduce moe.routed", "gather", "block_kib", "kv_tile"}
-    assert not any(key in ("activations", "formats") for d in dims_of(spec, bench) for key in d.keys)
-    assert {d.name for d in dims_of(spec, bench, allow=("activations",))} == names | {"activations"}
+    assert not any(key in ("activations", "wire", "formats") for d in dims_of(spec, bench) for key in d.keys)
+    assert {d.name for d in dims_of(spec, bench, allow=("activations", "wire"))} == names | {"activations", "wire"}
 
 
 # -- trials -------------------------------------------------------------------------------------------------------------

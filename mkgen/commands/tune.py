@@ -34,7 +34,7 @@ class Weights(click.ParamType):
 @click.option("--seed", default=0, show_default=True, help="Of the restarts, and of the draws of experts.")
 @click.option("--restarts", default=2, show_default=True, type=click.IntRange(min=0), help="Further descents, each from a kick of the best build.")
 @click.option("--layout/--no-layout", default=True, show_default=True, help="Whether what changes the layout of packed weights is searched.")
-@click.option("--allow", multiple=True, type=click.Choice(["activations"]), help="Search a knob that changes the numerics. Repeatable.")
+@click.option("--allow", multiple=True, type=click.Choice(["activations", "wire"]), help="Search a knob that changes the numerics. Repeatable.")
 @click.option("--weights", type=Weights(), default=None, help="How much each rows variant counts; 1 if not given.")
 @click.option("--at", type=click.IntRange(min=1), metavar="N", help="Tokens that each row has at this step; the whole context if not given.")
 @click.option("--host-latency", default=1.0, show_default=True, type=click.FloatRange(min=0, min_open=True),

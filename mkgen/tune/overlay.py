@@ -71,4 +71,4 @@ def line(d: Decision) -> str:
     first = f"{d.name}: {d.chosen}"
     if d.changed:
         first += f" instead of {d.own}, " + (f"which would take {microseconds(d.gained)}" if d.gained else f"which cannot be had here ({d.why})")
-    return first + ("; best alternative " + f"{d.alternative}: {microseconds(d.costs)}" if d.costs else "; no alternative was tried with success")
+    return first + ("; best alternative " + f"{d.alternative}: {microseconds(d.costs)}" if d.costs else "; alternatives: none tried that may run")

@@ -1,7 +1,7 @@
 """What may change in a `build:`: one dimension a knob, with the values that are worth a trial, taken from the spec and its plan.
 
-A dimension says nothing about what is good. Numerics stay as the spec has them: weight formats are no dimension, and activations only
-where the user allows it.
+A dimension says nothing about what is good. Numerics stay as the spec has them: weight formats are no dimension, and activations and
+what travels on the wire only where the user allows it.
 """
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from mkgen.plan.plan import Plan
 from mkgen.spec.checks_build import GATHERED
 from mkgen.spec.model import Build, Mla, Model, Moe
 
-NUMERICS = ("activations",)              # knobs that change what is computed: searched only if they are allowed by name
+NUMERICS = {"activations": ("bf16", "f32"), "wire": ("f32", "bf16")}        # knobs that change what is computed: only if allowed by name
 NOT_SEARCHED = {                         # what a schedule could vary and no key of a build says
-    "wire dtypes": "every exchange carries float32",
     "loop nest against unrolling": "a plan has one loop over the layers",
     "points of the ring's top-ups": "a slot is filled again as soon as it has been read",
 }
-DEPTHS = (0.25, 0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2, 3)
-SLOTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
-BLOCKS = (512, 768, 1024, 1536, 2048, 3072, 4096)
-PIECES = (1536, 3072, 4608, 6144, 9216, 12288)
+DEPTHS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)     # times the spec's own
+SIZES = (0.25, 0.5, 0.75, 1.5, 2)                    # likewise, of blocks and pieces
+SLOTS = (2, 3, 4, 5, 6, 8, 12, 16)
 TILES = (64, 128, 256, 512, 1024)
 KV_SLOTS = (4, 8, 16, 32)
 
@@ -50,13 +48,12 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     out = [variants(build, rows), number("ring_depth", build, {max(2, round(build.ring_depth * times)) for times in DEPTHS})]
     out += [number("expert_slots", build, SLOTS)] * moe
     out += [split(build)] * (moe and build.ranks > 1)
-    out += [*families(model)] * (build.ranks > 1)
-    out += exchanges(plan)
+    out += [*exchanges(plan), *families(model)] * (build.ranks > 1)
     out += [blocks(build)]
-    out += [number("expert_kib", build, PIECES)] * moe
+    out += [number("expert_kib", build, scaled(build.expert_kib))] * moe
     out += [number("kv_tile", build, (n for n in TILES if build.context % n == 0)), number("kv_slots", build, KV_SLOTS)] * cached
     out += [choice("mla_cache", ("latent", "expanded"))] * any(isinstance(m, Mla) for m in model.mixers.values())
-    out += [choice("activations", ("bf16", "f32"))] * ("activations" in allow)
+    out += [choice(key, values) for key, values in NUMERICS.items() if key in allow]
     return [d for d in out if len({*d.values, d.of(build)}) > 1]
 
 
@@ -64,6 +61,11 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
 
 def number(key: str, build: Build, values) -> Dimension:
     return choice(key, tuple(sorted({*values, getattr(build, key)})))
+
+
+def scaled(kib: int) -> set[int]:
+    """Sizes around a size, whole tiles of the tape's rows."""
+    return {max(4, round(kib * times) // 4 * 4) for times in SIZES}
 
 
 def choice(key: str, values: tuple) -> Dimension:
@@ -81,7 +83,7 @@ def blocks(build: Build) -> Dimension:
     def to(b: Build, kib: int) -> Build:
         return replace(b, block_kib=kib, ring_depth=max(2, b.ring_depth * b.block_kib // kib))
 
-    return Dimension("block_kib", ("block_kib", "ring_depth"), tuple(sorted({*BLOCKS, build.block_kib})), lambda b: b.block_kib, to)
+    return Dimension("block_kib", ("block_kib", "ring_depth"), tuple(sorted({*scaled(build.block_kib), build.block_kib})), lambda b: b.block_kib, to)
 
 
 # -- who holds what -----------------------------------------------------------------------------------------------------
@@ -113,16 +115,15 @@ def held(family: str) -> Dimension:
 # -- exchanges ----------------------------------------------------------------------------------------------------------
 
 def exchanges(plan: Plan) -> list[Dimension]:
-    """The way of each sum, those that are made most often first, then of all gathers and of all scatters."""
+    """The way of all gathers and of all scatters, what sums are added to, and each sum by itself, those that are made most often first."""
     paths = tuple(" ".join(path) for path in plan.mesh.paths)
-    if plan.mesh.ranks == 1:
-        return []
     runs: dict[str, int] = {}
     for _, region in plan.sequence():
         runs[region.name] = runs.get(region.name, 0) + 1
     names = sorted((name for name, _ in plan.ways), key=lambda name: -runs.get(name.partition(".")[0], 1))
     ways = ("auto", "scatter", *paths)
-    return [*(summed(name, ways) for name in names), *(choice(key, ("auto", *paths)) for key in ("gather", "scatter"))]
+    all_alike = [choice("add", ("auto", "runs", "whole")), *(choice(key, ("auto", *paths)) for key in ("gather", "scatter"))]
+    return all_alike + [summed(name, ways) for name in names]
 
 
 def summed(name: str, ways: tuple[str, ...]) -> Dimension:

@@ -185,7 +185,7 @@ def key_of(build: Build) -> str:
 
 def fingerprint(plan: Plan) -> str:
     """Equal for two plans that differ in nothing but the words of their build that lead to them."""
-    build = replace(plan.spec.build, reduce={}, gather="", scatter="", ring_depth=plan.ring_depth)
+    build = replace(plan.spec.build, reduce={}, gather="", scatter="", add="auto", ring_depth=plan.ring_depth)
     facts = key_of(build), plan.regions, plan.buffers, plan.transfers, plan.stages, plan.experts
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
