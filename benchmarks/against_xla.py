@@ -111,18 +111,22 @@ def main() -> None:
     asked.add_argument(
         "--figures", type=Path, help="JSON of the rival's figures: what it has is not measured again, what it lacks is added"
     )
+    asked.add_argument("--known", action="store_true", help="only what the figures have: nothing of the rival is measured")
     given = asked.parse_args()
     began = time.perf_counter()
     say = lambda text: print(f"{time.perf_counter() - began:6.0f} s  {text}", file=sys.stderr, flush=True)
     checked = rival_is_right()
     say(checked)
     known = json.loads(given.figures.read_text()) if given.figures and given.figures.exists() else {}
-    cases = []
+    cases, left = [], []
     with tempfile.TemporaryDirectory(prefix="against-xla-") as scratch:
         bench = Bench(Path(scratch), say)
         for case, rows in wanted(given):
-            say(f"{case.spec}, {rows} row{'s' * (rows > 1)}")
             key = f"{case.spec} {rows}"
+            if given.known and key not in known:
+                left.append(key)
+                continue
+            say(f"{case.spec}, {rows} row{'s' * (rows > 1)}")
             theirs = known.get(key) or measure(bench, case, rows, given.quick)
             if given.figures:
                 known[key] = theirs
@@ -142,7 +146,7 @@ def main() -> None:
         "clock": target.clock_hz / 1e9,
         "hbm": target.hbm_bytes_per_s / 1e12,
     }
-    result = {"about": about, "cases": cases}
+    result = {"about": about, "cases": cases, "not_measured": left}
     if given.out:
         given.out.write_text(page(result), encoding="utf-8")
     print(json.dumps(result, indent=1) if given.json else summary(cases))

@@ -11,7 +11,8 @@ NONE = "—"
 def page(result: dict) -> str:
     """All of it, as markdown."""
     intro = INTRO.read_text(encoding="utf-8").format(**result["about"])
-    return "\n".join([intro + summary(result["cases"]), *map(section, result["cases"])])
+    left = [f"Not measured for this page (model, rows): {', '.join(result['not_measured'])}.\n"] if result["not_measured"] else []
+    return "\n".join([intro + summary(result["cases"]), *left, *map(section, result["cases"])])
 
 
 # -- words and numbers ---------------------------------------------------------------------------------------------------
