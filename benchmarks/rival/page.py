@@ -173,6 +173,6 @@ def doubtful(forms: dict) -> list[str]:
             out.append(f"{name}: without a figure in the profile, and counted as nothing: {', '.join(sorted(left))}.\n")
         if any(d["untold_loops"] for d in every):
             out.append(f"{name}: loops of XLA's own, whose trips its text does not tell, are counted once.\n")
-        if p["full"].get("copied_bytes"):
+        if p["full"].get("copied_bytes", 0) > 1e6:
             out.append(f"{name}: copies within HBM write {mb(p['full']['copied_bytes'])} MB a step.\n")
     return out
