@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from mkgen.check.findings import Report
-from mkgen.check.refs import overlap
+from mkgen.check.refs import Box, overlap
 from mkgen.prove.agree import spot_bytes, spot_text
 from mkgen.prove.machine import Event, Spot
 
@@ -187,14 +187,14 @@ class Ranks:
                     f"and waits for {self.waited[rank.number][key]}",
                     "a semaphore is zero behind each use",
                 )
-        touched: dict[str, list[tuple[int, Event]]] = defaultdict(list)
+        touched: dict[tuple, list[tuple[int, Event]]] = defaultdict(list)
         for n, e in enumerate(rank.events):
-            if e.what in ("read", "write"):
-                touched[e.place[0]].append((n, e))
-            elif e.what == "send":
-                touched[e.source[0]].append((n, e))
+            if e.what in ("read", "write", "send"):
+                touched[slot_of(e.source if e.what == "send" else e.place)].append((n, e))
         for m in mine:
-            self.judge_message(rank, m, ends, touched[m.event.place[0]])
+            name, slot = slot_of(m.event.place)
+            for key in [(name, slot), (name, None)] if slot else [k for k in touched if k[0] == name]:
+                self.judge_message(rank, m, ends, touched[key])
         self.judge_places(rank, mine, ends)
         if (given_signals := sum(count for count, _ in rank.signals)) != rank.signalled:
             self.bad(
@@ -231,11 +231,15 @@ class Ranks:
                 break
 
     def judge_places(self, rank: Rank, mine: list[Message], ends: dict) -> None:
-        """No message may meet another in one place."""
-        by_buffer: dict[str, list[Message]] = defaultdict(list)
+        """No message may meet another in one place; those of other slots (the two leading dimensions) do not."""
+        by_slot: dict[tuple, list[Message]] = defaultdict(list)
+        slotted = {m.event.place[0]: True for m in mine}
         for m in mine:
-            by_buffer[m.event.place[0]].append(m)
-        for messages in by_buffer.values():
+            slotted[m.event.place[0]] &= all(hi == lo + 1 for lo, hi in m.event.place[1][:2])
+        for m in mine:
+            buffer, box = m.event.place
+            by_slot[buffer, box[:2] if slotted[buffer] else ()].append(m)
+        for messages in by_slot.values():
             last: dict = {}
             for m in messages:
                 box = m.event.place[1]
@@ -247,6 +251,12 @@ class Ranks:
                             "may meet an earlier one that has not been waited for",
                         )
                 last[box] = ends.get((m.event.semaphore, m.use), len(rank.events))
+
+
+def slot_of(spot: Spot) -> tuple[str, Box | None]:
+    """(buffer, its two leading indices), or None for them if the box spans several: boxes of other slots do not overlap."""
+    buffer, box = spot
+    return buffer, box[:2] if len(box) > 1 and all(hi == lo + 1 for lo, hi in box[:2]) else None
 
 
 def shared_events(events: list[Event]) -> list[Event]:
