@@ -85,7 +85,7 @@ class Exchanges:
         parts, together = found.pop(None, []), [v for vs in found.values() for v in vs]
         runs = [Run("reduce", path, tuple(vs)) for path, vs in found.items()]
         if len(runs) > 1 and not any(v.name in self.build.reduce for v in together):
-            path = self.path("reduce", sum(v.width for v in together))
+            path = self.path("reduce", sum(v.width for v in together), "auto")
             self.memory.ways |= {v.name: " ".join(path) for v in together}
             runs = [Run("reduce", path, tuple(together))]
         return ([Run("scatter", self.path("scatter", sum(-(-v.width // self.ranks) for v in parts)), tuple(parts))] if parts else []) + runs
