@@ -29,7 +29,7 @@ CASES = {  # spec: (context, {rows: (published or estimated ms, aim)}, hand-writ
     "qwen3_8_27b": (2048, {1: (3.05, 2.5)}, "qwen38_27b", "independent"),
     "qwen3_30b_a3b": (2048, {1: (1.17, 0.6)}, None, "independent"),
 }
-EXTRA = {"kimi_k3": ("build.wire=bf16", "build.activations=bf16")}      # what the hand-written kernel does as well
+EXTRA = {"kimi_k3": ("build.wire=bf16", "build.activations=bf16"), "muse_spark_1_2": ("build.wire=bf16",)}   # as the hand-written kernels
 
 
 def step(name: str, rows: int, context: int, tokens: str, sets: tuple[str, ...]) -> tuple[dict[float, float], float, float, str]:
