@@ -147,6 +147,9 @@ def test_two_ways_to_write_a_plan_are_predicted_once(spec):
     before = bench.predicted
     same = bench.try_one(replace(spec.build, reduce={"moe.routed": way}))
     assert bench.predicted == before and same.ms == bench.base.ms
+    way_of = named(dims_of(spec, bench), "reduce moe.routed")
+    (made,) = decide(bench, [way_of], bench.base)
+    assert not made.changed and made.alternative not in ("auto", way) and made.costs[1] != 0
 
 
 def test_only_what_the_spec_could_say(spec):

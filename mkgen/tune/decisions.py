@@ -38,7 +38,7 @@ def decide(bench: Bench, dims: list[Dimension], best: Trial) -> list[Decision]:
 def decision(bench: Bench, d: Dimension, best: Trial, back: Trial | None) -> Decision:
     own, chosen = d.of(bench.base.build), d.of(best.build)
     others = [(value, t) for (value, _), t in zip(d.neighbours(best.build), bench.try_many([b for _, b in d.neighbours(best.build)], 0.0))
-              if t is not None and t.good]
+              if t is not None and t.good and t.plan != best.plan]             # another way to say the same is no alternative
     value, other = min(others, key=lambda o: bench.score(o[1]), default=(None, None))
     why = "" if own == chosen else "not tried: no time" if back is None else back.refused or ""
     return Decision(d.name, d.keys, d.text(own), d.text(chosen), more(best, back), None if other is None else d.text(value), more(best, other), why)

@@ -32,11 +32,13 @@ FEW, MANY = 1, 1000                      # draws of routing while searching (one
 
 @dataclass(frozen=True)
 class Trial:
-    """A build and what came of it. ms: rows -> predicted; refused: why it is no candidate; layout: hash of its packed weights."""
+    """A build and what came of it. ms: rows -> predicted; refused: why it is no candidate; layout: hash of its packed weights;
+    plan: equal for builds that come to the same plan."""
     build: Build
     ms: dict[int, float] = field(default_factory=dict)
     layout: str = ""
     refused: str | None = None
+    plan: str = ""
 
     @property
     def good(self) -> bool:
@@ -152,7 +154,7 @@ class Bench:
         except MkgenError as error:                  # the compiler refuses a piece
             return Trial(build, layout=layout, refused=first_line(error, self.spec.path))
         self.predicted += 1
-        self.plans[name] = Trial(build, ms, layout)
+        self.plans[name] = Trial(build, ms, layout, plan=name)
         return self.plans[name]
 
     def predict(self, plan: Plan, draws: int, rows: tuple[int, ...] | None = None) -> dict[int, float]:
