@@ -208,6 +208,14 @@ def test_a_change_that_hurts_is_taken_back(spec, few):
         assert not d.changed or d.gained is None or sum(d.gained.values()) > 0, d
 
 
+def test_a_better_alternative_is_taken_in_the_end(spec, few):
+    bench = bench_of(spec)
+    dims = [named(dims_of(spec, bench), "expert split")]
+    best, (made,) = running.settled(bench, dims, bench.base)
+    assert made.changed and made.gained[1] > 0 and best.build.tensor_parallel != spec.build.tensor_parallel
+    assert bench.score(best) == min(map(bench.score, bench.known.values()))
+
+
 def test_the_same_seed_gives_the_same_result(spec, few):
     one, two = (run(spec, (1,), seconds=1000, seed=3, restarts=1) for _ in range(2))
     assert one.overlay == two.overlay and one.decisions == two.decisions and one.tried == two.tried and one.refusals == two.refusals

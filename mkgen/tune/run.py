@@ -13,10 +13,10 @@ from mkgen.plan.planner import make_plan
 from mkgen.spec.load import load_spec
 from mkgen.spec.model import Spec
 from mkgen.targets import load_target
-from mkgen.tune.decisions import decide
+from mkgen.tune.decisions import Decision, decide
 from mkgen.tune.overlay import Result, overlay_text
-from mkgen.tune.search import search
-from mkgen.tune.space import dimensions
+from mkgen.tune.search import GAIN, search
+from mkgen.tune.space import Dimension, dimensions
 from mkgen.tune.trial import MANY, Bench, Clock, Trial
 
 
@@ -27,13 +27,10 @@ def run(spec: Spec, rows: tuple[int, ...], *, seconds: float, seed: int = 0, res
     bench = Bench(spec, rows, clock, weights=weights, free=free, context=context, seed=seed, host_latency=host_latency, tell=tell)
     dims = dimensions(spec.model, spec.build, bench.plan(spec.build), rows, allow)
     found = search(bench, dims, seed, restarts)
-    best = bench.confirmed(found.best)
-    base = bench.confirmed(bench.base)
-    if not faster(bench, base, best):                # what few draws have seen, many do not
-        best, found_best = base, bench.base
-    else:
-        found_best = found.best
-    decisions = decide(bench, dims, found_best)
+    chosen, decisions = settled(bench, dims, found.best)
+    best, base = bench.confirmed(chosen), bench.confirmed(bench.base)
+    if chosen is not bench.base and not faster(bench, base, best):       # what few draws have seen, many do not
+        best, decisions = base, decide(bench, dims, bench.base)
     repack = best.layout != base.layout
     terms = f"independent rows at context {context or spec.build.context}, {MANY:,} draws, exchanges between hosts x {host_latency:g}, seed {seed}"
     text = overlay_text(load_spec(spec.path).build, base, best, decisions, repack, terms)
@@ -41,6 +38,16 @@ def run(spec: Spec, rows: tuple[int, ...], *, seconds: float, seed: int = 0, res
     alone = {r: bench.predict(alone_plan(bench, best, r), MANY, (r,))[r] for r in rows} if len(best.build.rows) > 1 else {}
     return Result(spec.path, text, base, best, decisions, alone, len(bench.known), bench.predicted, dict(bench.refusals.most_common()),
                   found.converged, found.kicks, clock.spent, repack, terms, verdict)
+
+
+def settled(bench: Bench, dims: list[Dimension], best: Trial) -> tuple[Trial, list[Decision]]:
+    """(the best that is known, its decisions): where an alternative of a decision turns out to be better, it is taken."""
+    while True:
+        decisions = decide(bench, dims, best)
+        top = min(list(bench.known.values()), key=bench.score)
+        if bench.score(top) >= bench.score(best) - GAIN:
+            return best, decisions
+        best = top
 
 
 def faster(bench: Bench, base: Trial, best: Trial) -> bool:
