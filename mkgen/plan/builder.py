@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mkgen.errors import MkgenError
 from mkgen.graph.ir import Op, SubLayer, Value
 from mkgen.plan.exchanges import Exchange, Exchanges
 from mkgen.plan.memory import Memory
@@ -45,6 +46,7 @@ class Builder(Values, Weights, Exchanges, Nodes):
         self.by_column = True            # is a sum that is added to split columns made in runs?
         self.trace: list[Op | Exchange] = []
         self.whole_sums: frozenset[str] = frozenset()    # sums that are needed whole
+        self.holding, self.held_back = False, 0
         self.talks: set[str] = set()     # ops that exchange something in their middle
 
     def region(self) -> Seq:
@@ -91,11 +93,21 @@ class Builder(Values, Weights, Exchanges, Nodes):
         return Seq(tuple(self.early + self.nodes[0] + self.late))
 
     def lower(self, op: Op) -> None:
+        """Where refills are held, that is from the router's product until the experts are chosen: their copies go first."""
         self.op = op
+        route = next((o for o in self.sub.ops if o.kind == "route"), None) if self.build.hold_refills else None
+        if route is not None and route.logits in op.outputs():
+            self.close()
+            self.holding = True
         self.complete(op)
         self.trace.append(op)
         op.lower(self)
         self.ends[op.name] = len(self.nodes[0])
+        if op.kind == "route":
+            self.holding = False
+            if self.held_back >= self.memory.ring_depth:
+                raise MkgenError(f"{self.sub.name}: {self.held_back} chunks are read while refills are held, the ring has {self.memory.ring_depth} slots\n"
+                                 "  fix: build.hold_refills: false, or a larger build.ring_depth")
 
     def result(self, v: Value) -> str:
         """The spread of an output of the current op."""

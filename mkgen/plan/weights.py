@@ -11,7 +11,7 @@ from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Value, Weight
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.memory import ROWS_PADDED, Place, identifier
-from mkgen.plan.regions import Advance, Buffer, Start, Wait
+from mkgen.plan.regions import Advance, Buffer, Loop, Start, Wait
 from mkgen.plan.section import DEPTH, LEAST_GROUP, Section, depth_unit, left_rows, stored_group
 from mkgen.plan.shard import local_units, round_up, unit_range
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
@@ -55,10 +55,20 @@ class Weights:
         self.nodes[-1] += ([Start("tape_copy", ("m", "g + RING_DEPTH"))] if refill else []) + [Advance()]
 
     def refills(self, count: int) -> int:
-        """How many of the next `count` chunks may refill their slot: all, except at the end of the tape."""
+        """How many of the next `count` chunks refill their slot at once: all, except at the end of the tape, or while refills are held."""
+        if self.holding:
+            self.held_back += count
+            return 0
         if self.end_chunks is None:
             return count
         return max(0, min(count, self.end_chunks - self.memory.ring_depth - len(self.chunks)))
+
+    def release(self) -> None:
+        """The refills that have been held, behind what was more urgent."""
+        if self.held_back:
+            start = Start("tape_copy", ("m", f"g + RING_DEPTH - {self.held_back} + i"))
+            self.nodes[-1].append(Loop("held_refills", "i", str(self.held_back), (start,), doc="refills held back behind the experts"))
+            self.memory.notes.append((self.sub.name, f"{self.held_back} refills of the ring are held back behind the first experts"))
 
     def together(self, *groups: tuple[Weight, ...]) -> None:
         """The vectors of one step lie in one chunk: a new one is begun if the open one has no room for all of them."""

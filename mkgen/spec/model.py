@@ -97,6 +97,7 @@ class Build:
     ring_depth: int = 12
     expert_slots: int = 4
     kv_slots: int = 8
+    hold_refills: bool = False                   # of the ring, from the router on until a layer's first experts are on their way
     reduce: dict[str, str] = field(default_factory=dict)       # sum over the ranks, or 'rest' -> auto | scatter | groups of ranks, see exchanges.py
     gather: str = "auto"                         # groups of ranks, innermost first: 'chip_core host'
     scatter: str = "auto"

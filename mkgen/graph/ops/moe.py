@@ -201,6 +201,7 @@ class RoutedExperts(Op):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, EXPERT_SLOTS)", bound=slots):
                 b.step(self, "experts", "take", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
                 b.start(copy, "m", "index", "i")
+            b.release()
         x = b.read(self.x, "bf16")
         y = b.write(self.y, width=None if self.apart else image.down.panels * LANES, dtype="f32")
         shared = () if self.scale_input else operand             # by all experts; where inputs are scaled, each makes its own
