@@ -49,7 +49,7 @@ def damaged_module(plan: Plan, monkeypatch, template: str, old: str, new: str):
     """The module that comes out if one place in a template is other text. The files stay as they are."""
     text = (render.template_dir() / template).read_text(encoding="utf-8")
     assert text.count(old) >= 1, f"{template} has no {old!r}"
-    sound = render.environment
+    sound = render.environment.__wrapped__       # not the one that all tests of this process share
 
     def environment():
         env = sound()
