@@ -15,7 +15,7 @@ from mkgen.plan.memory import ROWS_PADDED, Place
 from mkgen.plan.regions import Collective, Seq, Step, walk
 from mkgen.plan.shard import round_up, unit_range
 from mkgen.plan.tape import LANES
-from mkgen.targets.exchange import FACTORS, phase_seconds
+from mkgen.targets.exchange import phase_seconds
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,6 @@ class Exchanges:
         return sum(self.round_seconds(size - 1, words, factors) for size, words, factors in self.messages(kind, path, columns))
 
     def round_seconds(self, peers: int, words: int, factors: tuple[str, ...]) -> float:
-        factors = factors if set(FACTORS) >= set(factors) else ()
         return sum(phase_seconds(self.memory.target, peers, words * 4 * rows, factors=factors) for rows in self.build.rows)
 
     def exchange_seconds(self) -> float:
