@@ -1,6 +1,8 @@
 """Exchanges between ranks: which ones a plan makes, in what order, and that every way to make them gives the reference's numbers."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from small_specs import prove_kernel, spec
 
@@ -18,14 +20,14 @@ from mkgen.targets import load_target
 MESH = {"chip": 2, "core": 2}
 
 
-def latent(mesh: dict = MESH, **build) -> Spec:
+def latent(mesh: dict = MESH, hidden: int = 128, **build) -> Spec:
     """Latent experts beside shared ones: every kind of exchange meets every other."""
     ranks = 1
     for size in mesh.values():
         ranks *= size
     moe = Moe(experts=8, top_k=2, width=48, latent=64, latent_norm=Norm(), shared_width=64)
     build = {"expert_parallel": min(ranks, 4), "tensor_parallel": max(1, ranks // 4)} | build
-    return spec(ranks, {"a": Gqa(4, 4, 32)}, {"d": Mlp(96), "m": moe}, "a*2", "d m", 128, mesh=mesh, **build)
+    return spec(ranks, {"a": Gqa(4, 4, 32)}, {"d": Mlp(96), "m": moe}, "a*2", "d m", hidden, mesh=mesh, **build)
 
 
 def planned(made: Spec) -> Plan:
@@ -81,6 +83,34 @@ def test_every_path_reaches_all_ranks_and_passes_the_checker(mesh):
             assert {n.path for r in plan.regions for n in exchanges(plan, r)} <= {path, path[::-1]} | {p for p in plan.mesh.paths}
 
 
+@pytest.mark.parametrize("build, hidden, wires", [
+    (dict(), 640, {"out": "bf16"}),                                    # bf16 values lose nothing
+    (dict(activations="f32"), 640, {"out": "f32"}),
+    (dict(activations="f32", wire="bf16"), 640, {"out": "bf16"}),      # a sum, whose terms are rounded anyway
+    (dict(), 128, {"out": "f32"}),                                     # 32 columns are one row of words either way
+])
+def test_what_a_gather_travels_as(build, hidden, wires):
+    plan = planned(latent(hidden=hidden, reduce={"rest": "scatter"}, add="whole", **build))
+    gathers = [n for n in exchanges(plan, "a") if n.kind == "gather"]
+    assert {n.wire for n in gathers} == set(wires.values()) and not list(check_plan(plan))
+    assert all(n.wire == "f32" for n in exchanges(plan, "m") if any("router" in s for s in n.sources))
+
+
+def test_a_gather_that_rounds_what_nobody_allowed_is_found():
+    """Float32 values must not travel as bf16 unless they are a sum under build.wire: bf16."""
+    plan = planned(latent(hidden=640, reduce={"rest": "scatter"}, add="whole", activations="f32"))
+
+    def narrowed(n):
+        if isinstance(n, Collective):
+            return replace(n, wire="bf16") if n.kind == "gather" else n
+        inner = {f: getattr(n, f) for f in ("nodes", "body", "cases") if hasattr(n, f)}
+        return replace(n, **{f: tuple(map(narrowed, v)) if isinstance(v, tuple) else narrowed(v) for f, v in inner.items()}) if inner else n
+
+    region = plan.regions["a"]
+    damaged = replace(plan, regions=plan.regions | {"a": replace(region, body=narrowed(region.body))})
+    assert any("gathers" in str(f) and "as bf16" in str(f) for f in check_plan(damaged))
+
+
 def test_a_path_that_leads_nowhere_is_refused():
     with pytest.raises(MkgenError, match="does not lead to all 4 ranks"):
         planned(latent(gather="core"))
@@ -105,3 +135,9 @@ def test_payload_decides():
 ], ids=["reduced", "scattered", "flat"])
 def test_every_way_gives_the_references_numbers(ways):
     prove_kernel(latent(**ways))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["bf16", "f32"])
+def test_gathers_of_bf16_pairs(activations):
+    prove_kernel(latent(hidden=640, reduce={"rest": "scatter"}, gather="staged", add="whole", wire="bf16", activations=activations))

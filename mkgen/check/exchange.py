@@ -22,6 +22,9 @@ class Exchanges:
         self.ranks = plan.mesh.ranks
         self.dims = {b.name: b.dims(rows) for b in plan.buffers.values() if b.space in ("vmem", "out")}
         self.remote = {b.name for b in plan.buffers.values() if b.remote or b.name.startswith("outbox_")}
+        self.dtypes = {b.name: b.dtype for b in plan.buffers.values()}
+        self.rounds_sums = plan.spec.build.wire == "bf16"
+        self.sums: set[str] = set()  # where a finished scatter left a sum, if sums may be rounded
         self.trace: list[tuple] = []
         self.now: Collective | None = None  # the exchange in progress, as its first round started it
         self.done = 0  # its finished rounds
@@ -50,6 +53,7 @@ class Exchanges:
                 f"{self.now.kind}{self.now.sources} over {self.over}", "start and finish are of different exchanges")
         self.open, self.done = False, self.done + 1
         if self.done == self.now.rounds:
+            self.sums |= {x for t in n.targets for x in named(t)} if n.kind == "scatter" and self.rounds_sums else set()
             self.now = None
 
     def begin(self, n: Collective, where: str) -> None:
@@ -82,9 +86,10 @@ class Exchanges:
             at *= size
         if at != self.ranks:
             self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"that reaches {at} of {self.ranks} ranks")
-
-        if n.wire != "f32" and n.kind == "gather":
-            self.report.add("exchange", where, f"gathers as {n.wire}", "pieces travel as they are")
+        if n.wire == "bf16" and n.kind == "gather":
+            for source in n.sources:
+                if not source.startswith("round_bf16(") and any(self.dtypes.get(x) != "bf16" for x in named(source) - self.sums):
+                    self.report.add("exchange", where, f"gathers {source} as bf16", "it is neither a bf16 value, nor a sum that may be rounded")
 
     def message(self, n: Collective, where: str) -> None:
         """What is sent fits the place that the peers write, and goes to all of the group."""

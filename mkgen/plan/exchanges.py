@@ -34,6 +34,7 @@ class Run:
     kind: str                            # gather | scatter | reduce
     path: tuple[str, ...]                # the group of each round
     values: tuple[Value, ...]
+    wire: str | None = None              # f32 | bf16; None: build.wire
 
 
 class Exchanges:
@@ -76,7 +77,8 @@ class Exchanges:
         values = [self.value(n) for n in exchange.values if self.memory.places[n].spread != "whole"]
         if exchange.kind == "gather":
             columns = sum(self.memory.places[v.name].width for v in values)
-            return [Run("gather", self.path("gather", columns), tuple(values))] if values else []
+            wire = self.gather_wire(values, columns)
+            return [Run("gather", self.path("gather", columns, wire=wire), tuple(values), wire)] if values else []
         found: dict[tuple, list[Value]] = {}
         joins = any(v.name not in self.whole_sums for v in values)       # a scatter there is anyway
         for v in values:
@@ -90,19 +92,29 @@ class Exchanges:
             runs = [Run("reduce", path, tuple(together))]
         return ([Run("scatter", self.path("scatter", sum(-(-v.width // self.ranks) for v in parts)), tuple(parts))] if parts else []) + runs
 
+    def gather_wire(self, values: list[Value], columns: int) -> str:
+        """bf16 values lose nothing on a bf16 wire; a sum that `build.wire` rounds the terms of may be rounded itself."""
+        def sum_of(p: Place) -> bool:
+            return p.spread == "partial" or p.whole_at is not None
+
+        bf16 = all(self.dtype(v) == "bf16" or self.build.wire == "bf16" and sum_of(self.memory.places[v.name]) for v in values)
+        return "bf16" if bf16 and columns > LANES else "f32"          # up to LANES columns are one row of words either way
+
     def path_of_sum(self, name: str, width: int, scatter: bool = True, joins: bool = False) -> tuple[str, ...] | None:
         """The groups that reduce a sum one after another; None: it is scattered and gathered."""
         asked = self.build.reduce.get(name, self.build.reduce.get("rest", "auto"))
         path = self.path("reduce", width, "auto" if asked == "scatter" else asked)
         if scatter and asked in ("auto", "scatter"):
             run = -(-width // self.ranks)
-            both = sum(self.seconds(kind, self.path(kind, run), run) for kind in (("scatter",) if not joins else ()) + ("gather",))
+            wire = self.gather_wire([self.value(name)], run)
+            both = self.seconds("gather", self.path("gather", run, wire=wire), run, wire)
+            both += 0.0 if joins else self.seconds("scatter", self.path("scatter", run), run)
             if asked == "scatter" or both < self.seconds("reduce", path, width):
                 path = None
         self.memory.ways[name] = " ".join(path) if path else "scatter"
         return path
 
-    def path(self, kind: str, columns: int, asked: str | None = None) -> tuple[str, ...]:
+    def path(self, kind: str, columns: int, asked: str | None = None, wire: str | None = None) -> tuple[str, ...]:
         """The groups, in the order of their rounds: those that are asked for, or else what takes the least time over all row variants."""
         asked, paths = asked or getattr(self.build, kind), self.mesh.paths
         if asked != "auto":
@@ -113,11 +125,11 @@ class Exchanges:
                                  f"{', '.join(' '.join(p) for p in paths)}")
             paths = [path]
         ordered = [path[::-1] if kind == "scatter" else path for path in paths]
-        return min(ordered, key=lambda path: self.seconds(kind, path, columns))
+        return min(ordered, key=lambda path: self.seconds(kind, path, columns, wire))
 
-    def seconds(self, kind: str, path: tuple[str, ...], columns: int) -> float:
+    def seconds(self, kind: str, path: tuple[str, ...], columns: int, wire: str | None = None) -> float:
         """All rounds of an exchange, summed over the row variants."""
-        return sum(self.round_seconds(size - 1, words, factors) for size, words, factors in self.messages(kind, path, columns))
+        return sum(self.round_seconds(size - 1, words, factors) for size, words, factors in self.messages(kind, path, columns, wire))
 
     def round_seconds(self, peers: int, words: int, factors: tuple[str, ...]) -> float:
         return sum(phase_seconds(self.memory.target, peers, words * 4 * rows, factors=factors) for rows in self.build.rows)
@@ -134,7 +146,7 @@ class Exchanges:
             size, _, factors = self.mesh.groups[name]
             left //= size
             times = {"gather": held, "scatter": left}.get(kind, 1)
-            halved = 2 if kind != "gather" and (wire or self.build.wire) == "bf16" else 1
+            halved = 2 if (wire or self.build.wire) == "bf16" else 1
             out.append((size, round_up(-(-columns * times // halved), LANES), factors))
             held *= size
         return out
@@ -150,7 +162,7 @@ class Exchanges:
         self.close()
         texts = [getattr(self, f"to_{run.kind}")(v) for v in run.values]
         sources, widths, targets = zip(*texts)
-        return self.begin_rounds(run.kind, run.path, sources, widths, targets)
+        return self.begin_rounds(run.kind, run.path, sources, widths, targets, run.wire)
 
     def finish_exchange(self, pending: list[tuple[Run, tuple[Collective, ...]]]) -> None:
         for run, rest in pending:
@@ -162,7 +174,7 @@ class Exchanges:
 
     def begin_rounds(self, kind: str, path: tuple[str, ...], sources: tuple[str, ...], widths: tuple[int, ...],
                      targets: tuple[str, ...], wire: str | None = None) -> tuple[Collective, ...]:
-        nodes, wire = [], "f32" if kind == "gather" else wire or self.build.wire
+        nodes, wire = [], wire or self.build.wire
         for i, (name, (size, words, factors)) in enumerate(zip(path, self.messages(kind, path, sum(widths), wire))):
             self.memory.need_inbox(name, words, outbox=kind == "scatter")
             for part in ("start", "finish"):
@@ -243,7 +255,7 @@ class Exchanges:
         widths = tuple(self.memory.buffers[name].shape[-1] for name in names)
         whole = tuple(self.buffer(f"{name}s", (ROWS_PADDED, self.ranks * width), "f32", f"{name} of all ranks") for name, width in zip(names, widths))
         sources, targets = tuple(f"m.{name}[...]" for name in names), tuple(f"m.{name}" for name in whole)
-        self.nodes[-1] += self.begin_rounds("gather", self.path("gather", sum(widths)), sources, widths, targets)
+        self.nodes[-1] += self.begin_rounds("gather", self.path("gather", sum(widths), wire="f32"), sources, widths, targets, "f32")
         return whole
 
     def pieces(self, v: Value, width: int) -> list[tuple[int, int]]:
