@@ -3,18 +3,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 from small_specs import prove_kernel, spec
 
 from mkgen.check import check_plan
 from mkgen.errors import MkgenError
 from mkgen.graph.build import build_graph
+from mkgen.pack.image import put_weight
+from mkgen.pack.places import TapePlaces
+from mkgen.pack.unpack import weight_from_tapes
+from mkgen.plan.figures import families
 from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Collective, Step, walk
 from mkgen.spec.load import load_spec
 from mkgen.spec.model import Gqa, Mlp, Moe, Norm, Spec
+from mkgen.spec.validate import validate
 from mkgen.targets import load_target
 
 MESH = {"chip": 2, "core": 2}
@@ -49,6 +56,15 @@ def between(plan: Plan, region: str, first: Collective) -> list[str]:
         elif inside and isinstance(n, Step):
             out.append(n.op)
     raise AssertionError("it is not finished")
+
+
+def changed(node, **fields):
+    """The tree with other fields in all gathers."""
+    if isinstance(node, Collective):
+        return replace(node, **fields) if node.kind == "gather" else node
+    inner = {f: getattr(node, f) for f in ("nodes", "body") if hasattr(node, f)}
+    tree = {f: tuple(changed(x, **fields) for x in v) if isinstance(v, tuple) else changed(v, **fields) for f, v in inner.items()}
+    return replace(node, **tree) if tree else node
 
 
 def test_exchanges_that_meet_are_one():
@@ -100,15 +116,52 @@ def test_a_gather_that_rounds_what_nobody_allowed_is_found():
     """Float32 values must not travel as bf16 unless they are a sum under build.wire: bf16."""
     plan = planned(latent(hidden=640, reduce={"rest": "scatter"}, add="whole", activations="f32"))
 
-    def narrowed(n):
-        if isinstance(n, Collective):
-            return replace(n, wire="bf16") if n.kind == "gather" else n
-        inner = {f: getattr(n, f) for f in ("nodes", "body", "cases") if hasattr(n, f)}
-        return replace(n, **{f: tuple(map(narrowed, v)) if isinstance(v, tuple) else narrowed(v) for f, v in inner.items()}) if inner else n
-
     region = plan.regions["a"]
-    damaged = replace(plan, regions=plan.regions | {"a": replace(region, body=narrowed(region.body))})
+    damaged = replace(plan, regions=plan.regions | {"a": replace(region, body=changed(region.body, wire="bf16"))})
     assert any("gathers" in str(f) and "as bf16" in str(f) for f in check_plan(damaged))
+
+
+COPIES = {"m.latent_up": "core", "m.latent_down": "core", "m.router": "core"}
+
+
+def test_what_is_cut_over_a_group_is_gathered_within_it():
+    plan = planned(latent(add="whole", over=COPIES))
+    assert not list(check_plan(plan))
+    gathers = {n.sources: n.path for n in exchanges(plan, "m") if n.kind == "gather"}
+    assert set(gathers.values()) == {("core",)} and plan.matrices["m.latent_up"].over == 2
+    whole, cut = (next(f for f in families(p).items() if f[0] == "m.latent_up")[1] for p in (plan, planned(latent(add="whole"))))
+    assert whole.true == 2 * cut.true and whole.replicated == cut.true and cut.replicated == 0
+    assert layout_hash(plan) != layout_hash(planned(latent(add="whole")))
+
+
+def test_a_gather_over_too_few_ranks_is_found():
+    """What is cut over all ranks, gathered within a group; and the other way round."""
+    for over, group, message in (({}, ("core",), "spread over 4"), (COPIES, ("all",), "spread over 2")):
+        plan = planned(latent(add="whole", gather="flat", over=over))
+        region = plan.regions["m"]
+        damaged = replace(plan, regions=plan.regions | {"m": replace(region, body=changed(region.body, path=group, stage=group[0]))})
+        assert any(message in str(f) for f in check_plan(damaged))
+
+
+@pytest.mark.parametrize("over, message", [
+    ({"m.latent_up": "chip"}, "no group of neighbouring ranks"), ({"m.shared_up": "core"}, "cannot be cut over some ranks"),
+    ({"m.nothing": "core"}, "unknown weight family"), ({"m.router": "all"}, "no group of neighbouring ranks")])
+def test_over_names_a_family_and_a_group(over, message):
+    made = latent()
+    assert any(message in str(p) for p in validate(replace(made, build=replace(made.build, over=over))))
+    both = replace(made.build, over={"m.router": "core"}, replicate=("m.router",))
+    assert any("is in build.replicate too" in str(p) for p in validate(replace(made, build=both)))
+
+
+def test_copies_hold_the_same_bits():
+    plan, rng = planned(latent(over=COPIES)), np.random.default_rng(3)
+    places, tapes = TapePlaces(plan), [np.zeros((plan.tape_rows, 128), np.uint32) for _ in range(4)]
+    for name in COPIES:
+        value = rng.standard_normal(plan.weights[name].shape).astype(bfloat16)
+        for rank, tape in enumerate(tapes):
+            put_weight(places, rank, tape, 1, name, value)
+        assert np.array_equal(weight_from_tapes(places, tapes, 1, name), value)
+        assert np.array_equal(weight_from_tapes(places, tapes[2:], 1, name), value)          # the second group has all of it
 
 
 def test_a_path_that_leads_nowhere_is_refused():
@@ -135,6 +188,11 @@ def test_payload_decides():
 ], ids=["reduced", "scattered", "flat"])
 def test_every_way_gives_the_references_numbers(ways):
     prove_kernel(latent(**ways))
+
+
+@pytest.mark.slow
+def test_copies_in_other_groups_give_the_references_numbers():
+    prove_kernel(latent(over=COPIES, reduce={"rest": "staged"}, add="whole"))
 
 
 @pytest.mark.slow

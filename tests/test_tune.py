@@ -113,7 +113,7 @@ def test_a_dimension_writes_what_it_reads(name):
 def test_numerics_are_searched_only_if_they_are_allowed(spec):
     bench = bench_of(spec)
     names = {d.name for d in dims_of(spec, bench)}
-    assert names >= {"rows", "ring_depth", "expert_slots", "expert split", "replicate moe.router", "reduce moe.routed", "gather", "block_kib", "kv_tile"}
+    assert names >= {"rows", "ring_depth", "expert_slots", "expert split", "hold moe.router", "reduce moe.routed", "gather", "block_kib", "kv_tile"}
     assert not any(key in ("activations", "wire", "formats") for d in dims_of(spec, bench) for key in d.keys)
     assert {d.name for d in dims_of(spec, bench, allow=("activations", "wire"))} == names | {"activations", "wire"}
 

@@ -9,7 +9,7 @@ from math import prod
 from mkgen.check.findings import Report
 from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Collective, Step
-from mkgen.plan.tape import LANES
+from mkgen.plan.tape import LANES, Matrix
 
 
 
@@ -19,9 +19,11 @@ class Exchanges:
     def __init__(self, plan: Plan, rows: int, report: Report):
         self.report = report
         self.groups = groups(plan)
+        self.weights = plan.weights
         self.ranks = plan.mesh.ranks
         self.dims = {b.name: b.dims(rows) for b in plan.buffers.values() if b.space in ("vmem", "out")}
         self.remote = {b.name for b in plan.buffers.values() if b.remote or b.name.startswith("outbox_")}
+        self.cut_over: dict[str, int] = {}  # buffers of products that are cut over fewer ranks than all
         self.dtypes = {b.name: b.dtype for b in plan.buffers.values()}
         self.rounds_sums = plan.spec.build.wire == "bf16"
         self.sums: set[str] = set()  # where a finished scatter left a sum, if sums may be rounded
@@ -84,8 +86,10 @@ class Exchanges:
             if stride != at:
                 self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"a group {at} apart is missing before {name}")
             at *= size
-        if at != self.ranks:
-            self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"that reaches {at} of {self.ranks} ranks")
+        for name in sorted({x for source in n.sources for x in named(source)}):
+            if at != self.cut_over.get(name, self.ranks):
+                self.report.add("exchange", where, f"{n.kind} of {name} goes by {', '.join(n.path)}",
+                                f"that reaches {at} ranks, it is spread over {self.cut_over.get(name, self.ranks)}")
         if n.wire == "bf16" and n.kind == "gather":
             for source in n.sources:
                 if not source.startswith("round_bf16(") and any(self.dtypes.get(x) != "bf16" for x in named(source) - self.sums):
@@ -109,8 +113,9 @@ class Exchanges:
         add = self.report.add
         if not len(n.sources) == len(n.targets) == len(n.widths) or min(n.widths, default=0) <= 0:
             add("exchange", where, f"{len(n.sources)} sources, {len(n.targets)} targets, widths {n.widths}", "one width above 0 for each")
-        out = self.ranks if n.kind == "scatter" else 1
-        back = self.ranks if n.kind == "gather" else 1
+        reached = prod(self.groups.get(name, (1, 1))[0] for name in n.path)
+        out = reached if n.kind == "scatter" else 1
+        back = reached if n.kind == "gather" else 1
         for source, target, width in zip(n.sources, n.targets, n.widths):
             last = out - 1 if n.kind == "scatter" else 0         # the last runs may be padding in part
             for text, need, least in ((source, out * width, out * width - last), (target, back * width, back * width)):
@@ -129,11 +134,21 @@ class Exchanges:
 
     def step(self, n: Step, where: str) -> None:
         """Steps touch neither the remote buffers, nor what an exchange will fill before it is over."""
+        matrix = n.args.get("matrix")
+        for name in n.writes:
+            self.cut_over.pop(name, None)
+            if isinstance(matrix, Matrix) and n.template in ("linear", "coded") and not matrix.whole and f"m.{name}" == n.args.get("y"):
+                self.cut_over |= {name: self.shares(matrix)}
         touched = {*n.reads, *n.writes}
         for name in touched & self.remote:
             self.report.add("exchange", where, f"touches {name}", "peers write there: only exchanges may touch it")
         for name in touched & self.busy:
             self.report.add("exchange", where, f"touches {name} during its {self.now.kind} ({self.where})", "it is not complete")
+
+    def shares(self, m: Matrix) -> int:
+        """Ranks that a matrix is cut over by its columns, as its parts say: all, or the neighbours of one group."""
+        weight = self.weights[m.parts[0].weight]
+        return m.over if m.over and -(-weight.shape[1] // m.over) <= m.parts[0].width < weight.shape[1] else self.ranks
 
     def finish(self) -> None:
         if self.now:

@@ -91,10 +91,10 @@ def put_weight(places: TapePlaces, rank: int, tape: np.ndarray, layer: int | Non
         if isinstance(home.of, Matrix) and home.of.format != "bf16":
             if not isinstance(value, Coded):
                 value = encode(home.of.format, value.T)
-            k, n = (share(weight, axis, home.of.whole, ranks, rank) for axis in (0, 1))
+            k, n = (share(weight, axis, home.of, ranks, rank) for axis in (0, 1))
             put_coded_matrix(tape, entries, home, value.outputs(n.start, n.stop).regrouped(home.of.group).inputs(k.start, k.stop))
             continue
-        local = value[tuple(share(weight, axis, home.of.whole, ranks, rank) for axis in range(value.ndim))]
+        local = value[tuple(share(weight, axis, home.of, ranks, rank) for axis in range(value.ndim))]
         if local.size:
             (put_matrix if isinstance(home.of, Matrix) else put_vector)(tape, entries, home, local)
 

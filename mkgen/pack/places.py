@@ -10,14 +10,15 @@ from mkgen.plan.shard import unit_range
 from mkgen.plan.tape import Matrix, Vector
 
 
-def share(weight: Weight, axis: int, whole: bool, ranks: int, rank: int) -> slice:
+def share(weight: Weight, axis: int, held: Matrix | Vector, ranks: int, rank: int) -> slice:
     """The true elements of `weight` along `axis` that `rank` holds: all, unless that is the axis that is shared out.
 
     May be shorter than the rank's local width, and empty: the last ranks' share is filled up with zeros.
     """
-    if whole or weight.split != axis:
+    if held.whole or weight.split != axis:
         return slice(0, weight.shape[axis])
-    first, last = unit_range(weight.units, ranks, rank, weight.groups, weight.once)
+    ranks = getattr(held, "over", 0) or ranks
+    first, last = unit_range(weight.units, ranks, rank % ranks, weight.groups, weight.once)
     unit = weight.shape[axis] // weight.units
     return slice(first * unit, last * unit)
 
@@ -63,13 +64,13 @@ class TapePlaces:
         vector = self.plan.vectors[name]
         for i, weight in enumerate(vector.weights):
             yield weight, Home(vector, i, at)
-            at += local_width(self.plan, self.plan.weights[weight], vector.whole)
+            at += local_width(self.plan, self.plan.weights[weight], vector)
 
 
-def local_width(plan: Plan, weight: Weight, whole: bool) -> int:
+def local_width(plan: Plan, weight: Weight, vector: Vector) -> int:
     """Elements of a vector's line on each rank, padding of the last ranks included."""
     axis, ranks = len(weight.shape) - 1, plan.mesh.ranks
-    mine = share(weight, axis, whole, ranks, 0)              # no rank holds more than rank 0
+    mine = share(weight, axis, vector, ranks, 0)              # no rank holds more than rank 0
     return mine.stop - mine.start
 
 

@@ -72,7 +72,7 @@ def weight_from_tapes(places: TapePlaces, tapes: Sequence[np.ndarray], layer: in
     for home in places.homes[layer, name]:
         read = matrix_from_tape if isinstance(home.of, Matrix) else vector_from_tape
         for rank, tape in enumerate(tapes):
-            cut = tuple(share(weight, axis, home.of.whole, plan.mesh.ranks, rank) for axis in range(len(weight.shape)))
+            cut = tuple(share(weight, axis, home.of, plan.mesh.ranks, rank) for axis in range(len(weight.shape)))
             sizes = [s.stop - s.start for s in cut]
             local = read(places, tape, layer, home.of.name)
             local = local[:sizes[0] if len(sizes) == 2 else 1, home.at:home.at + sizes[-1]]

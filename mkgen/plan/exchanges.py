@@ -8,6 +8,7 @@ order of the ops, and with it the tape, does not depend on what is faster.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Op, Value
@@ -65,6 +66,8 @@ class Exchanges:
     def even(self, v: Value) -> bool:
         """Is rank r's piece of v the r-th of equal runs of columns?"""
         p, unit = self.memory.places[v.name], v.width // v.units
+        if p.over:
+            return False
         if p.even:
             return p.width * self.ranks == v.width
         starts = [unit_range(v.units, self.ranks, rank, v.groups)[0] * unit for rank in range(self.ranks)]
@@ -76,9 +79,8 @@ class Exchanges:
         """The exchange as it will be made: sums that are reduced at once are not scattered, and later not gathered."""
         values = [self.value(n) for n in exchange.values if self.memory.places[n].spread != "whole"]
         if exchange.kind == "gather":
-            columns = sum(self.memory.places[v.name].width for v in values)
-            wire = self.gather_wire(values, columns)
-            return [Run("gather", self.path("gather", columns, wire=wire), tuple(values), wire)] if values else []
+            by_ranks = {ranks: [v for v in values if self.sharers_of(v) == ranks] for ranks in map(self.sharers_of, values)}
+            return [self.gather_run(ranks, vs) for ranks, vs in by_ranks.items()]
         found: dict[tuple, list[Value]] = {}
         joins = any(v.name not in self.whole_sums for v in values)       # a scatter there is anyway
         for v in values:
@@ -91,6 +93,15 @@ class Exchanges:
             self.memory.ways |= {v.name: " ".join(path) for v in together}
             runs = [Run("reduce", path, tuple(together))]
         return ([Run("scatter", self.path("scatter", sum(-(-v.width // self.ranks) for v in parts)), tuple(parts))] if parts else []) + runs
+
+    def sharers_of(self, v: Value) -> int:
+        """Neighbours that a value is split over."""
+        return self.memory.places[v.name].over or self.ranks
+
+    def gather_run(self, ranks: int, values: list[Value]) -> Run:
+        columns = sum(self.memory.places[v.name].width for v in values)
+        wire = self.gather_wire(values, columns)
+        return Run("gather", self.path("gather", columns, wire=wire, ranks=ranks), tuple(values), wire)
 
     def gather_wire(self, values: list[Value], columns: int) -> str:
         """bf16 values lose nothing on a bf16 wire; a sum that `build.wire` rounds the terms of may be rounded itself."""
@@ -114,9 +125,11 @@ class Exchanges:
         self.memory.ways[name] = " ".join(path) if path else "scatter"
         return path
 
-    def path(self, kind: str, columns: int, asked: str | None = None, wire: str | None = None) -> tuple[str, ...]:
-        """The groups, in the order of their rounds: those that are asked for, or else what takes the least time over all row variants."""
-        asked, paths = asked or getattr(self.build, kind), self.mesh.paths
+    def path(self, kind: str, columns: int, asked: str | None = None, wire: str | None = None, ranks: int = 0) -> tuple[str, ...]:
+        """The groups, in the order of their rounds: those that are asked for, or else what takes the least time over all row variants.
+        ranks: fewer than all, which nobody asks for by name."""
+        asked = asked or ("auto" if ranks not in (0, self.ranks) else getattr(self.build, kind))
+        paths = self.mesh.paths_to(ranks or self.ranks)
         if asked != "auto":
             named = {"flat": paths[0], "staged": max(paths, key=len)}
             path = named.get(asked, tuple(asked.split()))
@@ -141,7 +154,7 @@ class Exchanges:
 
     def messages(self, kind: str, path: tuple[str, ...], columns: int, wire: str | None = None) -> list[tuple[int, int, tuple[str, ...]]]:
         """(ranks, words of a message, factors) of each round; a gather's messages grow, a scatter's begin large."""
-        out, held, left = [], 1, self.ranks
+        out, held, left = [], 1, prod(self.mesh.groups[name][0] for name in path)
         for name in path:
             size, _, factors = self.mesh.groups[name]
             left //= size
@@ -188,7 +201,7 @@ class Exchanges:
 
     def to_gather(self, v: Value) -> tuple[str, int, str]:
         p = self.memory.places[v.name]
-        target = p.whole_at or self.room(v.name + "_whole", self.ranks * p.width, "f32", f"{self.bare(v.name)} of all ranks")
+        target = p.whole_at or self.room(v.name + "_whole", self.sharers_of(v) * p.width, "f32", f"{self.bare(v.name)} of all ranks")
         return self.read(v, "f32"), p.width, f"m.{target}"
 
     def after_gather(self, v: Value) -> None:
@@ -196,11 +209,11 @@ class Exchanges:
         if p.whole_at is not None:
             self.memory.places[v.name] = Place(p.whole_at, 0, v.width, "f32", "whole")
             return
-        name = self.room(v.name + "_whole", self.ranks * p.width, "f32", f"{self.bare(v.name)} of all ranks")
+        name = self.room(v.name + "_whole", self.sharers_of(v) * p.width, "f32", f"{self.bare(v.name)} of all ranks")
         pieces = self.pieces(v, p.width)
         if pieces != [(0, v.width)]:
             self.nodes[-1].append(Step(v.name, "exchange", "gather_order", dict(y=f"m.{name}", pieces=pieces), (name,), (name,)))
-        self.memory.notes.append((v.name, f"gathered, {p.width} columns a rank"))
+        self.memory.notes.append((v.name, f"gathered, {p.width} columns a rank" + (f", over {p.over} ranks" if p.over else "")))
         self.memory.places[v.name] = Place(name, 0, v.width, "f32", "whole")
 
     def to_scatter(self, v: Value) -> tuple[str, int, str]:
@@ -262,9 +275,9 @@ class Exchanges:
         """(first column, columns) of v's true features among the ranks' pieces of `width` columns, in order, each once."""
         if self.memory.places[v.name].even:
             return [(0, v.width)]
-        out, done, unit = [], 0, v.width // v.units
-        for rank in range(self.ranks):
-            first, last = unit_range(v.units, self.ranks, rank, v.groups)
+        out, done, unit, ranks = [], 0, v.width // v.units, self.sharers_of(v)
+        for rank in range(ranks):
+            first, last = unit_range(v.units, ranks, rank, v.groups)
             if first == done < last:
                 at, n, done = rank * width, (last - first) * unit, last
                 joins = out and sum(out[-1]) == at

@@ -49,7 +49,7 @@ def families(plan: Plan) -> dict[str, Bytes]:
         held = matrix or plan.vectors[name]
         weights = [plan.weights[p.weight] for p in matrix.parts] if matrix else [plan.weights[w] for w in held.weights]
         size = [FORMATS[held.format].true_bytes(*w.shape) if matrix else w.elements * STORED[held.dtype] for w in weights]
-        true = sum(held_elements(w, ranks, held.whole) / w.elements * n for w, n in zip(weights, size))
+        true = sum(held_elements(w, matrix.over or ranks if matrix else ranks, held.whole) / w.elements * n for w, n in zip(weights, size))
         share = sum(size) / ranks
         layers = sum(n for e, n in uses if e.block in (None, 0))     # a matrix is counted at its first block
         copied = sum(e.rows * n for e, n in uses) * ROW_BYTES

@@ -33,7 +33,8 @@ def paddings(plan: Plan) -> dict[str, Padding]:
     for name, held, item in _stored(plan):
         w = plan.weights[name]
         if not held.whole and w.split is not None and name in layers:
-            out[name] = _of(plan, w, item * layers[name], "vocabulary" if name == "head" else "heads" if _headed(w) else "columns")
+            what = "vocabulary" if name == "head" else "heads" if _headed(w) else "columns"
+            out[name] = _of(plan, w, item * layers[name], what, getattr(held, "over", 0))
     table = next((w for w in plan.weights.values() if w.assemble == "rows"), None)
     if table is not None:
         out[table.name] = _of(plan, table, STORED["bf16"], "vocabulary")
@@ -62,11 +63,13 @@ def family_layers(plan: Plan) -> dict[str, int]:
     return out
 
 
-def _of(plan: Plan, w: Weight, item: float, what: str) -> Padding:
-    ranks, unit = plan.mesh.ranks, w.elements // w.units * item
+def _of(plan: Plan, w: Weight, item: float, what: str, over: int = 0) -> Padding:
+    """over: ranks that it is cut over, if not all; the others hold copies, with the same padding."""
+    ranks, unit = over or plan.mesh.ranks, w.elements // w.units * item
     local, true = local_units(w.units, ranks, w.groups), held_elements(w, ranks, False) * ranks * item
     held = ranks * local * unit
-    return Padding(what, w.units, w.units + round((held - true) / unit), round(held - true), round(held))
+    copies = plan.mesh.ranks // ranks
+    return Padding(what, w.units, w.units + round((held - true) / unit), round((held - true) * copies), round(held * copies))
 
 
 def expert_paddings(plan: Plan) -> dict[str, Padding]:

@@ -42,6 +42,7 @@ class Matrix:
     format: str = "bf16"
     group: int = 0                       # of K, that share a scale as stored; 0: columns do, or there is none
     at_once: bool = False                # read part by part: its numbers are needed themselves, not only products with it
+    over: int = 0                        # neighbours that it is cut over; the other groups of as many hold copies. 0: all ranks
 
     @property
     def section(self) -> Section:

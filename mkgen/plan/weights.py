@@ -22,13 +22,21 @@ class Weights:
     def whole(self, ws: tuple[Weight, ...]) -> bool:
         """A family is kept whole if the build says so, or if it has fewer units than there are ranks and is gathered anyway
         (it has no groups), unless it shares a matrix with families that are split."""
-        few = all(w.split is None or not w.groups and w.units < self.ranks for w in ws)
+        few = all(w.split is None or not w.groups and w.units < (self.over(ws) or self.ranks) for w in ws)
         return few or any(w.name in self.build.replicate for w in ws)
 
-    def width(self, w: Weight, axis: int, whole: bool) -> int:
+    def over(self, ws: tuple[Weight, ...]) -> int:
+        """Neighbours that these families are cut over, which share a matrix; 0: all ranks."""
+        groups = {self.build.over.get(w.name) for w in ws}
+        if len(groups) > 1:
+            raise MkgenError(f"build.over: {', '.join(w.name for w in ws)} lie in one matrix\n  fix: cut them over one group")
+        name = groups.pop()
+        return self.mesh.neighbours(name) if name else 0
+
+    def width(self, w: Weight, axis: int, whole: bool, over: int = 0) -> int:
         if whole or w.split != axis:
             return w.shape[axis]
-        return w.shape[axis] // w.units * local_units(w.units, self.ranks, w.groups)
+        return w.shape[axis] // w.units * local_units(w.units, over or self.ranks, w.groups)
 
     def take(self, entry_rows: int, name: str, block: int | None = None) -> int:
         """A place for `entry_rows` rows in the open chunk; opens one (and waits for it) where none is open or it is full."""
@@ -100,12 +108,14 @@ class Weights:
     def matrix(self, name: str, ws: tuple[Weight, ...], along: str, beside: tuple[Weight, ...] = ()) -> Matrix:
         """beside: all families that read the same input; they are whole or split together."""
         whole = self.ranks == 1 or (along == "columns" and self.whole(beside or ws)) or along == "whole"
+        over = 0 if whole else self.over(ws)
         k = self.width(ws[0], 0, whole)
-        parts = tuple(Part(w.name, self.width(w, 1, whole)) for w in ws)
+        parts = tuple(Part(w.name, self.width(w, 1, whole, over)) for w in ws)
         fmt = format_of(self.build, ws[0])
         m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target, fmt,
                              self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms)
-        self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else "")))
+        m = replace(m, over=over)
+        self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else f"; cut over {over} ranks" if over else "")))
         self.memory.matrices[name] = m
         self.memory.weights.update({w.name: w for w in ws})
         return m
@@ -166,7 +176,7 @@ class Weights:
         parts, at = [], 0
         for y, p in zip(op.ys, places):
             parts.append((at, p.at, p.width, f"m.{p.buffer}"))
-            self.memory.places[y.name] = Place(buffer, at, p.width, "f32", p.spread)
+            self.memory.places[y.name] = Place(buffer, at, p.width, "f32", p.spread, over=p.over)
             at += p.width
         self.step(op, "linear", "join", reads=tuple(p.buffer for p in places), writes=(buffer,), y=f"m.{buffer}", parts=parts)
 
@@ -179,7 +189,7 @@ class Weights:
                            " | ".join(self.bare(y.name) for y in ys) + ", not rounded", space="out" if last else "vmem")
         at = 0
         for y, part in zip(ys, m.parts):
-            self.memory.places[y.name] = Place(buffer, at, part.width, "f32", spread)
+            self.memory.places[y.name] = Place(buffer, at, part.width, "f32", spread, over=m.over)
             at += part.width
         x = self.place(op.x)
         if x.width != m.k:

@@ -73,7 +73,7 @@ def _sized(spec: Spec, build: Build, hidden: int, group: int, narrow: int) -> Sp
     mini = Spec(_model(spec, build, hidden, group, narrow), build, spec.path, Where())
     build = replace(build, formats=_formats(spec, mini))
     mini = replace(mini, build=build)
-    problems = validate(replace(mini, build=replace(build, mesh=_real_mesh(build))))
+    problems = validate(replace(mini, build=replace(build, mesh=_real_mesh(build), over={})))
     if problems:
         raise SpecErrors(problems)
     return replace(mini, build=replace(build, expert_kib=_expert_kib(spec, mini)))

@@ -169,18 +169,40 @@ def replicate(c: Checker) -> None:
             c.run(_gathered, ("build", "replicate", str(i)), family)
 
 
+def over(c: Checker) -> None:
+    """A family is cut over a group of neighbours only where its product is gathered, and other groups then hold copies."""
+    if c.build.over is BAD or c.build.mesh is BAD:
+        return
+    groups = neighbours(c.build.mesh)
+    for family, group in c.build.over.items():
+        path = ("build", "over", family)
+        c.run(_family, path, family, _families(c), [])
+        c.run(_gathered, path, family, "cut over some ranks and copied to the others")
+        if group is not BAD and group not in groups:
+            c.say(path, f"{group!r} is no group of neighbouring ranks", "a family is cut over ranks whose numbers follow each other, and copied to the others",
+                  f"one of {', '.join(groups)}" if groups else "leave it out: the mesh has one factor")
+        if c.build.replicate is not BAD and family in c.build.replicate:
+            c.say(path, f"{family} is in build.replicate too", "it is whole on every rank, or cut", "take it out of one of the two")
+
+
+def neighbours(mesh: dict[str, int]) -> list[str]:
+    """Groups of innermost factors of the mesh, but the whole of it: they can exchange in one round, and their ranks are numbered in a row."""
+    names = [name for name, size in mesh.items() if size is not BAD and size > 1]
+    return ["_".join(names[i:]) for i in range(len(names) - 1, 0, -1)]
+
+
 GATHERED = {Linear: ("f_a", "g_a"), Mla: ("q_a", "kv_a"), Moe: ("router", "latent_down", "latent_up")}
 
 
-def _gathered(c: Checker, path: tuple[str, ...], family: str) -> None:
-    """Only a product that is gathered anyway may be made whole on every rank instead."""
+def _gathered(c: Checker, path: tuple[str, ...], family: str, how: str = "kept whole on every rank") -> None:
+    """Only a product that is gathered anyway may be made whole on every rank instead, or by fewer ranks."""
     kinds = {**c.model.mixers, **c.model.ffns}
     able = [f"{name}.{part}" for name, kind in kinds.items() for part in GATHERED.get(type(kind), ())]
     known = _families(c)
     if family in known and known[family] in ("model", "layer") and family not in able:
         c.say(
             path,
-            f"{family} cannot be kept whole on every rank",
+            f"{family} cannot be {how}",
             "its product is split by heads, columns or rows, and what follows works on the rank's share",
             f"choose among {', '.join(able)}" if able else "leave it out: no family of this model can be",
         )
@@ -301,4 +323,4 @@ def memory(c: Checker) -> None:
         )
 
 
-CHECKS = (mesh, parallel, formats, replicate, rows, tokens, context, depths, memory)
+CHECKS = (mesh, parallel, formats, replicate, over, rows, tokens, context, depths, memory)

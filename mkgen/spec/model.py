@@ -85,6 +85,7 @@ class Build:
     tensor_parallel: int = 1                     # the inner factor; the product of both is the ranks
     formats: dict[str, str] = field(default_factory=dict)      # family, 'experts' or 'rest' -> format, see formats.py
     replicate: tuple[str, ...] = ()              # weight families kept whole on every rank
+    over: dict[str, str] = field(default_factory=dict)         # family -> group of neighbouring ranks that it is cut over; other groups hold copies
     block_kib: int = 2048                        # largest block of a streamed matrix = one ring slot
     expert_kib: int = 6144                       # largest piece of a routed expert = one expert slot
     mla_cache: Literal["latent", "expanded"] = "latent"

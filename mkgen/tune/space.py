@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mkgen.plan.plan import Plan
-from mkgen.spec.checks_build import GATHERED
+from mkgen.spec.checks_build import GATHERED, neighbours
 from mkgen.spec.model import Build, Mla, Model, Moe
 
 NUMERICS = {"activations": ("bf16", "f32"), "wire": ("f32", "bf16")}        # knobs that change what is computed: only if allowed by name
 NOT_SEARCHED = {                         # what a schedule could vary and no key of a build says
     "loop nest against unrolling": "a plan has one loop over the layers",
-    "points of the ring's top-ups": "a slot is filled again as soon as it has been read",
+    "points of the ring's top-ups": "a slot is filled again as soon as it has been read, or behind a layer's first experts: build.hold_refills",
 }
 DEPTHS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)     # times the spec's own
 SIZES = (0.25, 0.5, 0.75, 1.5, 2)                    # likewise, of blocks and pieces
@@ -46,9 +46,9 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     moe = any(isinstance(f, Moe) for f in model.ffns.values())
     cached = any(op.kind == "attention" or s.positional for sub in plan.graph.sublayers() for op in sub.ops for s in op.states())
     out = [variants(build, rows), number("ring_depth", build, {max(2, round(build.ring_depth * times)) for times in DEPTHS})]
-    out += [number("expert_slots", build, SLOTS)] * moe
+    out += [number("expert_slots", build, SLOTS), choice("hold_refills", (False, True))] * moe
     out += [split(build)] * (moe and build.ranks > 1)
-    out += [*exchanges(plan), *families(model)] * (build.ranks > 1)
+    out += [*exchanges(plan), *families(model, neighbours(build.mesh))] * (build.ranks > 1)
     out += [blocks(build)]
     out += [number("expert_kib", build, scaled(build.expert_kib))] * moe
     out += [number("kv_tile", build, (n for n in TILES if build.context % n == 0)), number("kv_slots", build, KV_SLOTS)] * cached
@@ -95,21 +95,28 @@ def split(build: Build) -> Dimension:
                      lambda b, v: replace(b, expert_parallel=v[0], tensor_parallel=v[1]), lambda v: f"{v[0]} x {v[1]}")
 
 
-def families(model: Model) -> list[Dimension]:
-    """Each family of matrices that may be kept whole on every rank: whole, or cut over the ranks."""
+CUT, WHOLE = "cut over all ranks", "whole"
+
+
+def families(model: Model, groups: list[str]) -> list[Dimension]:
+    """Each family of matrices that more ranks than one may hold: whole on every rank, cut over a group of neighbours, or over all."""
     kinds = {**model.mixers, **model.ffns}
     used = {name for run in model.schedule for name in (run.mixer, run.ffn)}
     able = [f"{name}.{part}" for name, kind in kinds.items() if name in used for part in GATHERED.get(type(kind), ())]
-    return [held(family) for family in able if family in model.checkpoint]
+    return [held(family, groups) for family in able if family in model.checkpoint]
 
 
-def held(family: str) -> Dimension:
-    def to(build: Build, whole: bool) -> Build:
+def held(family: str, groups: list[str]) -> Dimension:
+    def of(build: Build) -> str:
+        return WHOLE if family in build.replicate else build.over.get(family, CUT)
+
+    def to(build: Build, how: str) -> Build:
         others = tuple(f for f in build.replicate if f != family)
-        return replace(build, replicate=(*others, family) if whole else others)
+        over = {f: group for f, group in build.over.items() if f != family} | ({family: how} if how in groups else {})
+        return replace(build, replicate=(*others, family) if how == WHOLE else others, over=over)
 
-    return Dimension(f"replicate {family}", ("replicate",), (False, True), lambda build: family in build.replicate, to,
-                     lambda whole: "whole" if whole else "cut")
+    return Dimension(f"hold {family}", ("replicate", "over"), (CUT, *groups, WHOLE), of, to,
+                     lambda how: f"cut over {how}" if how in groups else how)
 
 
 # -- exchanges ----------------------------------------------------------------------------------------------------------
