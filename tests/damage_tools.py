@@ -104,7 +104,7 @@ def is_copy(n: Node) -> bool:
 def most(plan: Plan, region: str, text: str) -> int:
     """The most items that the list can have whose slots `text` names; a refill is alive if they are more than the slots."""
     rows, build = max(plan.spec.build.rows), plan.spec.build
-    if "EXPERT_SLOTS" in text:
+    if "EXPERT" in text:
         image = next(i for i in plan.experts if i.kind == region)
         return image.pieces * min(image.local_experts, rows * plan.spec.model.ffns[region].top_k)
     kind = plan.spec.model.mixers[region]
@@ -116,7 +116,8 @@ def most(plan: Plan, region: str, text: str) -> int:
 def alive(plan: Plan, region: str, n: Start | Wait, reached: int = 1) -> bool:
     """Is the copy made in some step? reached: by how many items the list must exceed the slots."""
     text = " ".join((*n.args, n.when or ""))
-    slots = {"EXPERT_SLOTS": plan.spec.build.expert_slots, "KV_SLOTS": plan.spec.build.kv_slots}
+    build = plan.spec.build
+    slots = {"EXPERT_SLOTS": build.expert_slots, "FIRST_EXPERTS": build.first_experts, "KV_SLOTS": build.kv_slots}
     return all(most(plan, region, name) >= size + reached for name, size in slots.items() if name in text)
 
 

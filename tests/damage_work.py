@@ -161,13 +161,13 @@ def heads_of_another_block(plan, r):
 
 @kind
 def step_dropped(plan, r):
-    """But one that only names an item, and one that lists the experts beyond the slots where there never are any."""
+    """But one that only names an item, and one that lists the experts beyond the first where there never are any."""
 
     def hit(n):
         if not isinstance(n, Step) or (n.template, n.macro) == ("attention", "item"):
             return False
         rest = (n.template, n.macro) == ("experts", "take_rest")
-        return not rest or most(plan, n.args["image"].kind, "EXPERT_SLOTS") > plan.spec.build.expert_slots
+        return not rest or most(plan, n.args["image"].kind, "EXPERT_SLOTS") > plan.spec.build.first_experts
 
     return changed(plan, r, hit, lambda n: ())
 

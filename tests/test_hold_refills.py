@@ -1,4 +1,4 @@
-"""Refills of the ring that wait until a layer's first experts are on their way."""
+"""Refills of the ring that wait until a layer's first experts are on their way, or until its experts are done."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -40,10 +40,29 @@ def test_experts_come_first():
     assert layout_hash(held) == layout_hash(plain), "the tape is the same"
 
 
-def test_one_refill_less_is_found():
-    plan = planned(mixture(hold_refills=True))
+def test_no_refill_meets_the_experts():
+    plan = planned(mixture(ring_depth=8, expert_slots=3))
+    order = starts(plan)
+    first, last = order.index("expert_copy"), len(order) - 1 - order[::-1].index("expert_copy")
+    assert order[:first + 3].count("expert_copy") == 3, "the first, the others, then one a trip"
+    assert "tape_copy" not in order[first:last] and "tape_copy" in order[last:] and not list(check_plan(plan))
+    late = next(n for n in walk(plan.regions["m"].body) if isinstance(n, Loop) and n.name == "late_refills")
+    assert 1 < int(late.trips) <= plan.ring_depth // 2
+
+
+def test_a_short_ring_is_refilled_at_once():
+    plan = planned(mixture(ring_depth=2, block_kib=48))
+    order = starts(plan)
+    assert "tape_copy" in order[order.index("expert_copy"):] and not list(check_plan(plan))
+    assert not any(isinstance(n, Loop) and n.name == "late_refills" for n in walk(plan.regions["m"].body))
+
+
+@pytest.mark.parametrize("hold,loop", [(True, "held_refills"), (False, "late_refills")])
+def test_one_refill_less_is_found(hold, loop):
+    plan = planned(mixture(hold_refills=hold, ring_depth=8))
     region = plan.regions["m"]
-    fewer = tuple(replace(n, trips=str(int(n.trips) - 1)) if isinstance(n, Loop) and n.name == "held_refills" else n for n in region.body.nodes)
+    assert any(isinstance(n, Loop) and n.name == loop for n in region.body.nodes)
+    fewer = tuple(replace(n, trips=str(int(n.trips) - 1)) if isinstance(n, Loop) and n.name == loop else n for n in region.body.nodes)
     damaged = replace(plan, regions={**plan.regions, "m": replace(region, body=replace(region.body, nodes=fewer))})
     assert list(check_plan(damaged))
 

@@ -41,6 +41,7 @@ def constants(plan: Plan) -> dict[str, int]:
         "KV_SLOTS": build.kv_slots,
         "KV_BATCH": max(1, build.kv_slots // 2),
         "EXPERT_SLOTS": build.expert_slots,
+        "FIRST_EXPERTS": build.first_experts,
     }
     out |= {f"LOCAL_EXPERTS{image.suffix.upper()}": image.local_experts for image in plan.experts}
     out |= {f"PIECES{image.suffix.upper()}": image.pieces for image in plan.experts}

@@ -214,7 +214,7 @@ class AbstractRun:
             self.m.expert_ids.values = [None] * len(self.m.expert_ids.values)
         if "expert_ids" in n.writes:
             pieces = self.model.pieces(self.region.name)
-            first = -(-self.model.constants["EXPERT_SLOTS"] // pieces)
+            first = -(-self.model.constants["FIRST_EXPERTS"] // pieces)
             here = [scope["i"] // pieces] if "i" in scope and scope["i"] % pieces == 0 else [] if "i" in scope else None
             for i in range(min(first, len(self.ids)), len(self.ids)) if here is None else here:
                 if i < len(self.ids):

@@ -128,9 +128,10 @@ class Printer:
         if node.unroll:
             return [f"{pad}for {node.var} in range({node.trips}):", *self.nodes(node.body, depth + 1)]
         if len(node.body) == 1 and isinstance(node.body[0], (Start, Wait)) and node.body[0].when is None and not node.carry:
-            short = f"{pad}lax.fori_loop(0, {node.trips}, lambda {node.var}, _: {self.node(node.body[0], 0)[0]}, None)"
-            if len(short) <= COLUMNS:
-                return [short]
+            for named, trips in (([], node.trips), ([f"{pad}{node.name} = {node.trips}"], node.name)):
+                short = [*named, f"{pad}lax.fori_loop(0, {trips}, lambda {node.var}, _: {self.node(node.body[0], 0)[0]}, None)"]
+                if all(len(line) <= COLUMNS for line in short):
+                    return short
         head = self.heading(node, depth)
         if found := self.streams(node):
             last, steps = found

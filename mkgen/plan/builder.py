@@ -47,6 +47,7 @@ class Builder(Values, Weights, Exchanges, Nodes):
         self.trace: list[Op | Exchange] = []
         self.whole_sums: frozenset[str] = frozenset()    # sums that are needed whole
         self.holding, self.held_back = False, 0
+        self.routes_at = 0               # the first node behind which memory is the experts'
         self.talks: set[str] = set()     # ops that exchange something in their middle
 
     def region(self) -> Seq:
@@ -101,6 +102,8 @@ class Builder(Values, Weights, Exchanges, Nodes):
             self.holding = True
         self.complete(op)
         self.trace.append(op)
+        if op.kind == "route":
+            self.routes_at = len(self.nodes[0])
         op.lower(self)
         self.ends[op.name] = len(self.nodes[0])
         if op.kind == "route":
@@ -108,6 +111,8 @@ class Builder(Values, Weights, Exchanges, Nodes):
             if self.held_back >= self.memory.ring_depth:
                 raise MkgenError(f"{self.sub.name}: {self.held_back} chunks are read while refills are held, the ring has {self.memory.ring_depth} slots\n"
                                  "  fix: build.hold_refills: false, or a larger build.ring_depth")
+        elif op.kind == "routed_experts":
+            self.refill_behind(self.routes_at)
 
     def result(self, v: Value) -> str:
         """The spread of an output of the current op."""

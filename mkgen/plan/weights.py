@@ -1,7 +1,7 @@
 """The builder's view of weights: cuts them into chunks of the tape and gives the source text that reads them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import gcd
@@ -11,11 +11,28 @@ from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Value, Weight
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.memory import ROWS_PADDED, Place, identifier
-from mkgen.plan.regions import Advance, Buffer, Loop, Start, Wait
+from mkgen.plan.regions import Advance, Buffer, Loop, Node, Start, Wait
 from mkgen.plan.section import DEPTH, LEAST_GROUP, Section, depth_unit, left_rows, stored_group
 from mkgen.plan.shard import local_units, round_up, unit_range
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
 from mkgen.spec.formats import FORMATS
+
+
+REFILL = Start("tape_copy", ("m", "g + RING_DEPTH"))
+
+
+def without_refills(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], int]:
+    """(the nodes but for the refills of slots as they fall free, how many those are)."""
+    out, count = [], 0
+    for n in nodes:
+        if isinstance(n, Loop):
+            body, inside = without_refills(n.body)
+            n, count = (replace(n, body=body), count + inside * int(n.trips)) if inside else (n, count)
+        if n == REFILL:
+            count += 1
+        else:
+            out.append(n)
+    return tuple(out), count
 
 
 class Weights:
@@ -60,7 +77,7 @@ class Weights:
             self.open = None
 
     def advance(self, refill: bool) -> None:
-        self.nodes[-1] += ([Start("tape_copy", ("m", "g + RING_DEPTH"))] if refill else []) + [Advance()]
+        self.nodes[-1] += ([REFILL] if refill else []) + [Advance()]
 
     def refills(self, count: int) -> int:
         """How many of the next `count` chunks refill their slot at once: all, except at the end of the tape, or while refills are held."""
@@ -77,6 +94,14 @@ class Weights:
             start = Start("tape_copy", ("m", f"g + RING_DEPTH - {self.held_back} + i"))
             self.nodes[-1].append(Loop("held_refills", "i", str(self.held_back), (start,), doc="refills held back behind the experts"))
             self.memory.notes.append((self.sub.name, f"{self.held_back} refills of the ring are held back behind the first experts"))
+
+    def refill_behind(self, since: int) -> None:
+        """Refills since that node of the sub-layer come here: what it started meanwhile is waited for sooner than they are.
+        At most half of the ring: the other half is what may be read before they come."""
+        nodes, count = without_refills(self.nodes[0][since:])
+        if 0 < count <= self.memory.ring_depth // 2:
+            late = Loop("late_refills", "i", str(count), (Start("tape_copy", ("m", f"g + RING_DEPTH - {count} + i")),))
+            self.nodes[0][since:] = [*nodes, late if count > 1 else Start("tape_copy", ("m", "g + RING_DEPTH - 1"))]
 
     def together(self, *groups: tuple[Weight, ...]) -> None:
         """The vectors of one step lie in one chunk: a new one is begun if the open one has no room for all of them."""

@@ -25,7 +25,7 @@ TAPE, EXPERTS, CACHE, STATES, EMBEDDING = "tape", "experts", "cache", "states", 
 DISPATCH, BARRIER = "dispatch", "barrier"
 SIGNAL_BYTES = 4                         # of a barrier's message
 INSIDE = {                               # (template, macro) -> trips of the loops in its text, one after another
-    ("experts", "take_rest"): ("m.expert_count[0] - min(m.expert_count[0], EXPERT_SLOTS)",),
+    ("experts", "take_rest"): ("m.expert_count[0] - min(m.expert_count[0], FIRST_EXPERTS)",),
 }
 
 

@@ -113,6 +113,11 @@ class Build:
             n *= size
         return n
 
+    @property
+    def first_experts(self) -> int:
+        """Experts of a layer that are fetched at once, before the other slots are filled: more would share the memory, and all come late."""
+        return min(2, self.expert_slots)
+
 
 @dataclass(frozen=True)
 class Spec:

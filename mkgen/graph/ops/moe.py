@@ -169,7 +169,7 @@ class RoutedExperts(Op):
 
     def lower(self, b):
         image = b.expert_image(self)
-        slots, rows, copy = b.build.expert_slots, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
+        slots, first, rows, copy = b.build.expert_slots, b.build.first_experts, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
         most, count, local = b.most(lambda i: i.rows), "m.expert_count[0]", f"LOCAL_EXPERTS{image.suffix.upper()}"
         at, expert = f"index * {local} + m.expert_ids[i]", "i"
         if image.pieces > 1:
@@ -198,7 +198,7 @@ class RoutedExperts(Op):
                    "Piece i of the experts of the layer's list, into its slot.",
                    setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=(image.name,), writes=("expert_slot",))
         with b.after(b.maker(self.route)):
-            with b.loop("first_experts", "i", f"jnp.minimum({count}, EXPERT_SLOTS)", bound=slots):
+            with b.loop("first_experts", "i", f"jnp.minimum({count}, FIRST_EXPERTS)", bound=first):
                 b.step(self, "experts", "take", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
                 b.start(copy, "m", "index", "i")
             b.release()
@@ -208,6 +208,9 @@ class RoutedExperts(Op):
         b.step(self, "experts", "begin", writes=(y.ref[2:], *shared), y=y.ref, x=x if shared else None,
                operand=f"m.{scratch['x']}" if shared else None, image=image)
         b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
+        if slots > first:
+            with b.loop("more", "i", f"jnp.minimum({count}, EXPERT_SLOTS) - FIRST_EXPERTS", bound=slots - first):
+                b.start(copy, "m", "index", "FIRST_EXPERTS + i")
         weight = None if self.norm_weight is None else "norm_weight"
         if weight:                       # read once, and also by a rank that has no expert to run
             b.step(self, "experts", "norm_weight", w=b.vector(self.norm_weight))
