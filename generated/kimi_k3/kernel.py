@@ -559,6 +559,7 @@ EXPERT_UP = Section(MXFP4, 0, 3584, 6, 2688, 28, 6)  # gate | up
 EXPERT_DOWN = Section(MXFP4, 2856, 384, 28, 4200, 3, 28)
 LOCAL_EXPERTS = 224
 EXPERT_SLOTS = 4
+FIRST_EXPERTS = 2  # fetched before the others: all at once would come late
 DEPTH = 256  # k rows of one dot: the depth of the MXU
 
 def first_expert(local):
@@ -831,10 +832,8 @@ def kda_mixer(m, layer, index, g):
 
 def mla_mixer(m, layer, index, g):
     """Multi-head latent attention."""
-
-    def first_cache_tile_copy(i, _):
-        cache_tile_copy(m, index, i).start()
-    lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
+    first_cache_tile_copy = jnp.minimum(m.kv_count[0], KV_SLOTS)
+    lax.fori_loop(0, first_cache_tile_copy, lambda i, _: cache_tile_copy(m, index, i).start(), None)
     tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, kv_a 88, q_a 984
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
@@ -997,18 +996,19 @@ def moe_ffn(m, layer, index, g):
     weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
     m.route[...] = weight
     want_experts(m, m.wanted, chosen, LOCAL_EXPERTS)
-    tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
     # -- moe.experts
     def first_experts(i, _):
         take_expert(m, m.wanted, i)
         expert_copy(m, index, i).start()
-    lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
+    lax.fori_loop(0, jnp.minimum(m.expert_count[0], FIRST_EXPERTS), first_experts, None)
     m.routed[...] = jnp.zeros_like(m.routed)
     spread(m, m.expert_x, m.latent_in_whole[...], MXFP4)
-    first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
+    first = jnp.minimum(m.expert_count[0], FIRST_EXPERTS)  # the others meanwhile
     lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, m.wanted, i), None)
+    more = jnp.minimum(m.expert_count[0], EXPERT_SLOTS) - FIRST_EXPERTS
+    lax.fori_loop(0, more, lambda i, _: expert_copy(m, index, FIRST_EXPERTS + i).start(), None)
 
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
@@ -1016,6 +1016,7 @@ def moe_ffn(m, layer, index, g):
         due = i + EXPERT_SLOTS < m.expert_count[0]
         pl.when(due)(lambda: expert_copy(m, index, i + EXPERT_SLOTS).start())
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
+    tape_copy(m, g + RING_DEPTH - 1).start()
     scatter_start(m, (ALL,), m.routed[...], m.shared_down_y[...])
     scatter_finish(m, (ALL,), (112, m.routed_run), (224, m.shared_out_run))
     gather_start(m, (ALL,), m.routed_run[...])

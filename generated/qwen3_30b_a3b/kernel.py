@@ -456,6 +456,7 @@ EXPERT_UP = Section(0, 2048, 6, 1024, 6144, 0, 6)  # gate | up
 EXPERT_DOWN = Section(6144, 384, 16, 192, 9216, 0, 16)
 LOCAL_EXPERTS = 32
 EXPERT_SLOTS = 4
+FIRST_EXPERTS = 2  # fetched before the others: all at once would come late
 
 def first_expert(local):
     """The first of a rank's `local` experts; the ranks of one tensor-parallel group share them."""
@@ -608,10 +609,8 @@ def begin(m, g):
 
 def attention_mixer(m, layer, index, g):
     """Grouped-query attention, with a positional cache."""
-
-    def first_cache_tile_copy(i, _):
-        cache_tile_copy(m, index, i).start()
-    lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
+    first_cache_tile_copy = jnp.minimum(m.kv_count[0], KV_SLOTS)
+    lax.fori_loop(0, first_cache_tile_copy, lambda i, _: cache_tile_copy(m, index, i).start(), None)
     tape_copy(m, g).wait()  # mixer.norm 0
     # -- attention.norm
     w = vector(m, g, 0, 8, bf16)
@@ -691,18 +690,19 @@ def moe_ffn(m, layer, index, g):
     weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
     m.route[...] = weight
     want_experts(m, m.wanted, chosen, LOCAL_EXPERTS)
-    tape_copy(m, g + RING_DEPTH).start()
     g += 1
 
     # -- moe.experts
     def first_experts(i, _):
         take_expert(m, m.wanted, i)
         expert_copy(m, index, i).start()
-    lax.fori_loop(0, jnp.minimum(m.expert_count[0], EXPERT_SLOTS), first_experts, None)
+    lax.fori_loop(0, jnp.minimum(m.expert_count[0], FIRST_EXPERTS), first_experts, None)
     m.routed[...] = jnp.zeros_like(m.routed)
     m.expert_x[...] = m.h[...]
-    first = jnp.minimum(m.expert_count[0], EXPERT_SLOTS)  # the others, while those are on their way
+    first = jnp.minimum(m.expert_count[0], FIRST_EXPERTS)  # the others meanwhile
     lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, m.wanted, i), None)
+    more = jnp.minimum(m.expert_count[0], EXPERT_SLOTS) - FIRST_EXPERTS
+    lax.fori_loop(0, more, lambda i, _: expert_copy(m, index, FIRST_EXPERTS + i).start(), None)
 
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
@@ -710,6 +710,7 @@ def moe_ffn(m, layer, index, g):
         due = i + EXPERT_SLOTS < m.expert_count[0]
         pl.when(due)(lambda: expert_copy(m, index, i + EXPERT_SLOTS).start())
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
+    tape_copy(m, g + RING_DEPTH - 1).start()
     reduce_start(m, (CORE, CHIP), m.routed[...])
     reduce_finish(m, (CORE, CHIP), (2048, m.routed))
     # -- moe.add
