@@ -198,8 +198,8 @@ DAMAGE = {
     ),
     "wrong peer": (
         "lib/collectives.py.j2",
-        "(lax.rem(me + step, stage.size) - me) * stage.stride",
-        "(lax.rem(me + step, stage.size) - me)",
+        "^ (step * stage.stride)",
+        "^ step",
         "code ranks",
     ),
     "one peer left out": (
