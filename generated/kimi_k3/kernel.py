@@ -260,9 +260,8 @@ def member(stage):
     return lax.rem(lax.div(lax.axis_index("tp"), stage.stride), stage.size)
 
 def peer(stage, step):
-    """The rank `step` places further round."""
-    me = member(stage)
-    return lax.axis_index("tp") + (lax.rem(me + step, stage.size) - me) * stage.stride
+    """Another rank of the stage for each step."""
+    return lax.axis_index("tp") ^ (step * stage.stride)
 
 def inbox(m, stage):
     return (m.inbox_all,)[stage.number]
@@ -282,11 +281,11 @@ def on_wire(m, xs):
     return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
 
 def message(m, stage, width, step, apart=False):
-    """My message to the rank `step` places further round. apart: the words for that rank alone."""
-    here, me, wide = half(m, stage), member(stage), -(-width // LANES) * LANES
-    mine = source = inbox(m, stage).at[here, me, :, :wide]
+    """My message to the peer of a step. apart: the words for that rank alone."""
+    here, wide = half(m, stage), -(-width // LANES) * LANES
+    mine = source = inbox(m, stage).at[here, member(stage), :, :wide]
     if apart:
-        source = outbox(m, stage).at[lax.rem(me + step, stage.size), :, :wide]
+        source = outbox(m, stage).at[member(stage) ^ step, :, :wide]
     arrived, to = m.arrived.at[here, stage.number], (peer(stage, step),)
     return pltpu.make_async_remote_copy(source, mine, m.sent, arrived, to, pl.DeviceIdType.MESH)
 
@@ -294,7 +293,8 @@ def send(m, stage, *xs):
     """Each x f32 [8, n], side by side, to all members."""
     words = on_wire(m, xs)
     inbox(m, stage)[half(m, stage), member(stage), :, : words.shape[1]] = words
-    each_peer(stage, lambda step: message(m, stage, words.shape[1], step).start())
+    for step in range(1, stage.size):  # no loop: in one, each message waits for its peer's address
+        message(m, stage, words.shape[1], step).start()
 
 def receive(m, stage, width, apart=False):
     """Waits until all messages are here, and mine away; what all members sent, in order."""
@@ -318,7 +318,8 @@ def send_runs(m, stage, xs):
         width = words.shape[1]
         outbox(m, stage)[i, :, :width] = words
     inbox(m, stage)[half(m, stage), me, :, :width] = outbox(m, stage)[me, :, :width]
-    each_peer(stage, lambda step: message(m, stage, width, step, apart=True).start())
+    for step in range(1, stage.size):
+        message(m, stage, width, step, apart=True).start()
 
 def gather_start(m, path, *xs):
     """Each x [8, n] f32 is this rank's piece, on its way to the members of the first stage."""
