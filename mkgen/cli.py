@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mkgen.cli_base import Guarded, Asked, debug_option, finish, finish_input, spec_options
+from mkgen.cli_base import Guarded, Asked, debug_option, finish, finish_input, spec_options, steps_option
 from mkgen.commands.report import report, trace
 from mkgen.commands.check import check
 from mkgen.commands.simulate import profile, simulate
@@ -70,12 +70,13 @@ def plan(asked: Asked) -> None:
 
 @main.command("compile")
 @spec_options
-def compile_(asked: Asked) -> None:
+@steps_option
+def compile_(asked: Asked, steps: int) -> None:
     """Compile every row variant for the chip at full size, without having one."""
     made = asked.plan()
     from mkgen.prove.compile import compile_spec
     from mkgen.show import prove as show
-    finish(show.compiled(made, compile_spec(made), asked.json))
+    finish(show.compiled(made, compile_spec(made, steps=steps), asked.json))
 
 
 @main.command()

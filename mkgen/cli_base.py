@@ -124,6 +124,10 @@ OPTIONS = (
 )
 
 
+steps_option = click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+                            help="Decode steps in one call of the module.")
+
+
 def spec_options(command: Callable) -> Callable:
     """Gives a command the SPEC argument and the common options; it is called with an `Asked` in front of its own."""
 

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -249,7 +250,7 @@ def compiled(rows: int, verdict: str):
 
 
 def test_compile(stage):
-    stage("mkgen.prove.compile", compile_spec=lambda plan: [
+    stage("mkgen.prove.compile", compile_spec=lambda plan, steps: [
         compiled(rows, "pass" if rows == 1 else "fail") for rows in plan.spec.build.rows])
     made = run_json("compile", QWEN, "--rows", "1")
     sizes = {"vmem_bytes": 1000, "planned_vmem_bytes": 900, "bytes_per_core": 7}
@@ -258,7 +259,10 @@ def test_compile(stage):
     assert run_json("compile", QWEN, code=1)["verdict"] == "fail"
     result = run("compile", QWEN)
     assert result.exit_code == 1 and "12,345" in result.stdout and "8 rows: VMEM of [x] differs" in result.stdout
-    assert result.stdout.rstrip().endswith("verdict: fail")
+    assert result.stdout.rstrip().endswith("verdict: fail") and "a call" not in result.stdout
+    stage("mkgen.prove.compile", compile_spec=lambda plan, steps: [replace(compiled(1, "pass"), steps=steps)])
+    assert "context 2048, 16 steps a call" in run("compile", QWEN, "--steps", "16", "--context", "2048").stdout
+    assert run_json("compile", QWEN, "--steps", "16")["variants"]["1"]["steps"] == 16
 
 
 @pytest.mark.parametrize("verdicts, code", [(["pass", "skipped"], 0), (["pass", "fail"], 1), (["skipped"], 1), ([], 1)])

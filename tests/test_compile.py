@@ -11,15 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from test_module import SMALL, planned as planned_text
+
+from mkgen.emit.module import write_module
 from mkgen.plan.regions import Buffer
 from mkgen.plan.vmem import vmem_bytes
 from mkgen.prove import compile as proof
 from mkgen.prove.compile import (
     CompileResult, as_dict, compile_spec, compile_variant, judge, run_worker, worker_environment)
+from mkgen.prove.worker_compile import moved
 from mkgen.prove.vmem_report import (
     OUTPUT, SCRATCH, SPILL, Allocation, BufferBytes, NoReport, Planned, compare, planned, read_report, spilled)
 
 ALLOCATED = Allocation(SCRATCH, "f32[8,128]", 4096)
+
+
+@pytest.fixture
+def small_plan(tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return planned_text(tmp_path / "small.yaml")
 
 
 def check(result: CompileResult, plan, seconds: float) -> None:
@@ -48,6 +58,54 @@ def test_qwen_compiles_as_planned(qwen_plan):
 @pytest.mark.parametrize("rows", [1, 8])
 def test_kimi_compiles_as_planned(kimi_plan, rows):
     check(compile_variant(kimi_plan, rows), kimi_plan, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8])
+def test_kimi_decodes_several_steps_a_call_and_copies_nothing(kimi_plan, rows):
+    result = compile_variant(kimi_plan, rows, steps=2)
+    check(result, kimi_plan, 20)
+    assert result.steps == 2 and result.temporary_bytes < 2**20     # the smallest state of a core has 7.6 MB
+
+
+ALIASED = {"aliased = held if interpret else {}": "aliased = held", 'f"{n}_in" if interpret else n for': 'f"{n}_in" for',
+           "if interpret else state": ""}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_copied_state_is_found(small_plan, tmp_path, steps):
+    """States as aliased results, which XLA copies in a kernel with remote copies: small ones, so that no limit on bytes shows it."""
+    write_module(small_plan, tmp_path / proof.PACKAGE)
+    good = proof.compile_rows(small_plan, 1, steps, tmp_path)
+    assert (good.verdict, good.steps) == ("pass", steps), good.reasons
+    kernel = tmp_path / proof.PACKAGE / "kernel.py"
+    text = kernel.read_text()
+    for old, new in ALIASED.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    kernel.write_text(text)
+    bad = proof.compile_rows(small_plan, 1, steps, tmp_path)
+    assert bad.verdict == "fail" and bad.temporary_bytes < proof.COPY_BYTES
+    assert [r for r in bad.reasons if "XLA moves" in r], bad.reasons
+
+
+PROGRAM = """
+  %p.1 = u32[40,128]{1,0:T(8,128)} parameter(0), sharding={replicated}
+  %p.2 = f32[6,8,128]{2,1,0:T(8,128)} parameter(1)
+  %w = (s32[]{:T(128)}, u32[40,128]{1,0:T(8,128)}) while(%t), condition=%c, body=%b
+  %g = u32[40,128]{1,0:T(8,128)} get-tuple-element(%w), index=1
+  ROOT %a.2 = f32[6,8,128]{2,1,0:T(8,128)S(1)} add(%p.2, %p.2)
+  %copy-done.1 = u32[40,128]{1,0:T(8,128)} copy-done(%copy-start.1)
+  %k = f32[8,128]{1,0:T(8,128)} copy(%x)
+"""
+
+
+def test_what_xla_moves_is_read_off_the_program():
+    from jax import ShapeDtypeStruct
+    tape, state = ShapeDtypeStruct((80, 128), "uint32"), ShapeDtypeStruct((12, 8, 128), "float32")
+    assert moved(PROGRAM, {"tape": tape, "state": state}, 2) == ["add f32[6,8,128]", "copy-done u32[40,128]"]
+    with pytest.raises(ValueError, match=r"no parameter u32\[80,128\]"):
+        moved(PROGRAM, {"tape": tape}, 1)
 
 
 # -- the padding rule --------------------------------------------------------------------------------------------------
@@ -128,7 +186,7 @@ def plan_as_allocated(plan) -> list[Allocation]:
 
 def got(plan, **changes) -> dict:
     return {"compile_seconds": 2.0, "lower_seconds": 1.0, "cpu_seconds": 2.0, "temporary_bytes": 0, "code_bytes": 1,
-            "argument_bytes": plan.bytes_per_core(1) + 1024} | changes
+            "argument_bytes": plan.bytes_per_core(1) + 1024, "moved": []} | changes
 
 
 def test_verdict(qwen_plan):
@@ -145,7 +203,7 @@ def test_verdict(qwen_plan):
     assert spilled(spills) == left + 1
     for said, given, changes in (
             ("VMEM ", larger, {}), ("spills", spills, {}), ("copies states", allocated, {"temporary_bytes": 2**27}),
-            ("HBM: planned", allocated, {"argument_bytes": 2**20}), ("boom", None, {"error": "boom"})):
+            ("HBM: planned", allocated, {"argument_bytes": 2**20}), ("XLA moves", allocated, {"moved": ["copy u32[8,128]"]}), ("boom", None, {"error": "boom"})):
         bad = judge(qwen_plan, 1, got(qwen_plan, **changes), given)
         assert bad.verdict == "fail" and len(bad.reasons) == 1 and said in bad.reasons[0]
     assert as_dict([good, bad])["verdict"] == as_dict([])["verdict"] == "fail"
@@ -165,7 +223,7 @@ def test_a_report_that_is_not_there_or_reads_differently(tmp_path):
 def package(directory: Path, text: str) -> dict:
     (directory / "sick").mkdir()
     (directory / "sick" / "__init__.py").write_text(text)
-    return {"directory": str(directory), "package": "sick", "rows": 1, "topology": "tpu7x:1x1x1", "ranks": 1}
+    return {"directory": str(directory), "package": "sick", "rows": 1, "steps": 1, "topology": "tpu7x:1x1x1", "ranks": 1}
 
 
 def test_a_python_error_is_reported(tmp_path):

@@ -261,6 +261,38 @@ def test_steps_of_a_small_model_follow_the_reference(small, tmp_path, monkeypatc
         made.reset_row(clean, 2)
 
 
+@pytest.mark.parametrize("rows, token, first", [(2, [5, 300], [14, -1]), (2, [7, 9], [15, 0]), (1, [11], [15])])
+def test_a_call_of_several_steps_is_as_many_calls(small, tmp_path, monkeypatch, rows, token, first):
+    """Tokens, last logits and states, bit for bit: across a cache tile's edge (16), beside an inactive row, from position 0."""
+    plan, steps = small[1], 3
+    made = imported(plan, tmp_path, f"small_loop_{rows}_{first[-1]}".replace("-", "no"), monkeypatch)
+    packed(plan, RandomParams(plan.graph, 1, plan.spec), tmp_path / "packed")
+    mesh = made.make_mesh(jax.devices()[:2])
+    weights = made.load_weights(tmp_path / "packed", mesh)
+    one = made.make_decode_step(mesh, rows, interpret=True)
+    several = made.make_decode_step(mesh, rows, steps=steps, interpret=True)
+    given, first = np.array(token, np.int32)[:, None], np.array(first, np.int32)
+    tokens, state, wanted = given, made.init_state(mesh, rows), []
+    for n in range(steps):
+        tokens, logits, state = one(weights, state, tokens, np.where(first < 0, first, first + n))
+        wanted.append(np.asarray(tokens)[:, 0])
+    begun = made.init_state(mesh, rows)
+    got, last, held = several(weights, begun, given, first)
+    assert got.shape == (rows, steps) and got.dtype == np.int32 and got.sharding.is_fully_replicated
+    assert all(x.is_deleted() for x in begun.values())
+    np.testing.assert_array_equal(np.asarray(got), np.stack(wanted, 1))
+    assert len(set(wanted[n][0] for n in range(steps))) > 1                          # each step had another token
+    np.testing.assert_array_equal(np.asarray(last), np.asarray(logits))
+    assert last.sharding == logits.sharding
+    for name, x in state.items():
+        assert held[name].sharding == x.sharding
+        np.testing.assert_array_equal(np.asarray(held[name]), np.asarray(x))
+        axis = made.host.STATE_ROW_AXIS[name]
+        assert [bool(np.asarray(x).take(r, axis).any()) for r in range(rows)] == (first >= 0).tolist()
+    tokens, _, _ = several(weights, held, got[:, -1:], np.where(first < 0, first, first + steps))   # a call's last is the next's first
+    assert tokens.shape == (rows, steps)
+
+
 def test_mistakes_of_the_caller(small, tmp_path, monkeypatch):
     made = imported(small[1], tmp_path, "small_mistakes", monkeypatch)
     with pytest.raises(ValueError, match=r"needs 2 devices .*, got \[Cpu"):
@@ -271,6 +303,11 @@ def test_mistakes_of_the_caller(small, tmp_path, monkeypatch):
         made.make_decode_step(mesh, rows=3)
     with pytest.raises(ValueError, match="rows=3"):
         made.init_state(mesh, 3)
+    for steps in (0, -1, 33, 1.5, None):
+        with pytest.raises(ValueError, match=rf"steps={steps}: a call decodes 1 to 32 tokens"):
+            made.make_decode_step(mesh, rows=2, steps=steps)
+    with pytest.raises(TypeError, match="positional"):             # what stood third was once `interpret`
+        made.make_decode_step(mesh, 2, True)
     step, (weights, state, _, _) = made.make_decode_step(mesh, rows=2, interpret=True), made.abstract_args(mesh, 2)
     tokens, positions = np.zeros((2, 1), np.int32), np.zeros(2, np.int32)
     for bad, message in (
@@ -285,6 +322,9 @@ def test_mistakes_of_the_caller(small, tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             step(*bad)
+    several = made.make_decode_step(mesh, rows=2, steps=4, interpret=True)
+    with pytest.raises(ValueError, match="row 1 has position 29; it must be -1 to 28 for 4 steps to fit the context"):
+        several(weights, state, tokens, np.array([28, 29], np.int32))
 
 
 def test_weights_of_another_layout_are_refused(small, tmp_path, monkeypatch):
@@ -308,6 +348,6 @@ def test_the_step_lowers_for_a_chip_that_is_not_there(small, tmp_path, monkeypat
     made = imported(small[1], tmp_path, "small_lowered", monkeypatch)
     from jax.experimental import topologies
     devices = topologies.get_topology_desc(platform="tpu", topology_name=load_target("tpu7x").topology(2)[0]).devices
-    lowered = made.make_decode_step(made.make_mesh(devices), rows=1).lower()
-    assert "tpu_custom_call" in lowered.as_text()
+    lowered, loop = (made.make_decode_step(made.make_mesh(devices), rows=1, steps=n).lower().as_text() for n in (1, 4))
+    assert [(text.count("@tpu_custom_call"), text.count("stablehlo.while")) for text in (lowered, loop)] == [(1, 0), (1, 1)]
     assert "mkgen" not in sys.modules["small_lowered.host"].__dict__

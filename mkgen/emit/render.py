@@ -150,6 +150,8 @@ def close_up(text: str) -> str:
     out, name, pad = [], None, ""
     lines = text.split("\n")
     for line, after in zip(lines, [*lines[1:], ""]):
+        if line and not line.startswith(" "):
+            name = None                          # another function
         if line.startswith(" ") and line.lstrip().startswith("def "):
             name, pad = line.split("def ")[1].split("(")[0], line[:-len(line.lstrip())]
         if not line and name and after.startswith(pad) and not after[len(pad):].startswith(" ") and name in after:

@@ -22,14 +22,13 @@ def main() -> None:
 
     began = time.perf_counter()
     import numpy as np
-    from jax.experimental.pallas import tpu as pltpu
     module = Path(request["module"])
     sys.path.insert(0, str(module.parent))
     host = importlib.import_module(f"{module.name}.host")
     rows = min(host.SPEC["rows"])
     mesh = host.make_mesh()
     weights, state = host.load_weights(request["packed"], mesh), host.init_state(mesh, rows)
-    step = host.make_decode_step(mesh, rows, pltpu.InterpretParams() if request["interpret"] else False)
+    step = host.make_decode_step(mesh, rows, interpret=bool(request["interpret"]))
     say(ready=time.perf_counter() - began)
     ids, made = list(request["prompt"]), 0
     for position in range(len(ids) + request["tokens"] - 1):

@@ -1,7 +1,8 @@
 """The full-size program through the real TPU compiler, ahead of time and without a TPU, one subprocess a row variant.
 
 `compile_spec(plan)` answers what only the compiler knows: seconds, VMEM by buffer against the plan, spills, code size,
-bytes in HBM. A variant passes if VMEM is as planned, spills fit into what the plan leaves, and XLA copies no state.
+bytes in HBM. A variant passes if VMEM is as planned, spills fit into what the plan leaves, and XLA copies no weight and no state:
+neither in a call of one step nor, if that is asked for, in the loop of a call of several.
 """
 from __future__ import annotations
 
@@ -47,19 +48,21 @@ class CompileResult:
     lifted_bytes: int | None = None              # planned, but kept in registers: vmem + lifted = planned
     spill_bytes: int | None = None
     buffers: tuple[BufferBytes, ...] = ()
+    steps: int = 1                               # that one call decodes
 
 
-def compile_spec(plan: Plan, rows: int | Iterable[int] | None = None) -> list[CompileResult]:
-    """Compiles the variants in `rows` (by default all of the spec), one after another: seconds shall mean something."""
+def compile_spec(plan: Plan, rows: int | Iterable[int] | None = None, steps: int = 1) -> list[CompileResult]:
+    """Compiles the variants in `rows` (by default all of the spec), one after another: seconds shall mean something.
+    steps: that a call of the program decodes."""
     wanted = plan.spec.build.rows if rows is None else (rows,) if isinstance(rows, int) else tuple(rows)
     with tempfile.TemporaryDirectory(prefix="mkgen-compile-") as scratch:
         write_module(plan, Path(scratch) / PACKAGE)
-        return [compile_rows(plan, n, Path(scratch)) for n in wanted]
+        return [compile_rows(plan, n, steps, Path(scratch)) for n in wanted]
 
 
-def compile_variant(plan: Plan, rows: int) -> CompileResult:
+def compile_variant(plan: Plan, rows: int, steps: int = 1) -> CompileResult:
     """One variant alone."""
-    return compile_spec(plan, rows)[0]
+    return compile_spec(plan, rows, steps)[0]
 
 
 def as_dict(results: Iterable[CompileResult]) -> dict:
@@ -71,18 +74,18 @@ def as_dict(results: Iterable[CompileResult]) -> dict:
 
 # -- one variant -------------------------------------------------------------------------------------------------------
 
-def compile_rows(plan: Plan, rows: int, scratch: Path) -> CompileResult:
-    """The module that stands in scratch/PACKAGE, for `rows` rows."""
+def compile_rows(plan: Plan, rows: int, steps: int, scratch: Path) -> CompileResult:
+    """The module that stands in scratch/PACKAGE, for `rows` rows and `steps` steps a call."""
     dump = scratch / f"dump{rows}"
     topology, _ = plan.target.topology(plan.mesh.ranks)
-    job = {"directory": str(scratch), "package": PACKAGE, "rows": rows, "topology": topology, "ranks": plan.mesh.ranks}
+    job = {"directory": str(scratch), "package": PACKAGE, "rows": rows, "steps": steps, "topology": topology, "ranks": plan.mesh.ranks}
     got = run_worker(job, scratch / f"job{rows}", dump)
     if "error" in got:
-        return judge(plan, rows, got, None)
+        return judge(plan, rows, got, None, steps)
     try:
-        return judge(plan, rows, got, read_report(dump))
+        return judge(plan, rows, got, read_report(dump), steps)
     except NoReport as error:
-        return judge(plan, rows, got | {"error": str(error)}, None)
+        return judge(plan, rows, got | {"error": str(error)}, None, steps)
 
 
 def run_worker(job: dict, stem: Path, dump: Path) -> dict:
@@ -126,7 +129,7 @@ def head(text: str) -> str:
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
-def judge(plan: Plan, rows: int, got: dict, allocations: list[Allocation] | None) -> CompileResult:
+def judge(plan: Plan, rows: int, got: dict, allocations: list[Allocation] | None, steps: int = 1) -> CompileResult:
     """got: what the worker found, or an error; allocations: None without a report."""
     reasons = [head(got["error"])] if "error" in got else []
     vmem, reason = judge_vmem(plan, rows, allocations) if allocations is not None else ({}, [])
@@ -136,7 +139,7 @@ def judge(plan: Plan, rows: int, got: dict, allocations: list[Allocation] | None
     return CompileResult(
         rows=rows, verdict="fail" if reasons else "pass", reasons=tuple(reasons),
         planned_vmem_bytes=sum(plan.vmem(rows).values()), bytes_per_core=got.get("argument_bytes"),
-        planned_bytes_per_core=hbm, **measured, **vmem)
+        planned_bytes_per_core=hbm, steps=steps, **measured, **vmem)
 
 
 def judge_vmem(plan: Plan, rows: int, allocations: list[Allocation]) -> tuple[dict, list[str]]:
@@ -161,4 +164,4 @@ def judge_hbm(planned_bytes: int, got: dict) -> list[str]:
         wrong.append(f"HBM: planned {planned_bytes:,} bytes a core, the program's arguments have {arguments:,}")
     if beside > COPY_BYTES:
         wrong.append(f"HBM: XLA keeps {beside:,} bytes beside the kernel; it copies states on every step")
-    return wrong
+    return wrong + [f"HBM: XLA moves what the kernel reads and writes in place: {what}" for what in got["moved"]]

@@ -45,13 +45,15 @@ def compiled(made: Plan, results: Iterable[Any], as_json: bool) -> bool:
         return good
     out = show.console()
     cores, context = show.several(made.mesh.ranks, "core"), made.spec.build.context
-    out.print(f"{made.spec.model.name} compiled for {cores} of {made.target.name}, context {context}")
+    steps = max((r.get("steps", 1) for r in each.values()), default=1)
+    several = f", {steps} steps a call" if steps > 1 else ""
+    out.print(f"{made.spec.model.name} compiled for {cores} of {made.target.name}, context {context}{several}")
     out.print(allocations(each))
     out.print()
     t = show.table("", "", *(f">{show.several(rows, 'row')}" for rows in each))
     scalars = (key for r in each.values() for key, v in r.items() if not isinstance(v, (dict, list, tuple)))
     for key in dict.fromkeys((*COMPILED, *scalars)):
-        if key not in ("rows", "verdict"):
+        if key not in ("rows", "steps", "verdict"):
             t.add_row(key.replace("_", " "), *(plain(r.get(key)) for r in each.values()))
     t.add_row("verdict", *(show.coloured(r["verdict"]) for r in each.values()))
     out.print(t)
