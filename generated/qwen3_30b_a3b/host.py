@@ -5,7 +5,7 @@ Written by `mkgen build`. A step decodes one token of each row, and gives the ne
     mesh = make_mesh()
     weights = load_weights("packed", mesh)  # what `mkgen pack` wrote
     state = init_state(mesh, rows=1)
-    step = make_decode_step(mesh, rows=1)
+    step = make_decode_step(mesh, rows=1)  # steps=16: so many a call
     tokens, logits, state = step(weights, state, tokens, positions)
 
 Over several hosts, call `jax.distributed.initialize()` first and run the same program on each.
@@ -46,7 +46,6 @@ PLAN = {
     "bytes_per_core": {1: 7782473728, 8: 8487116800},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}  # values are rounded where they say so
 
 WEIGHTS = {  # u32 shape on one rank
     "tape": (695824, 128),
@@ -101,11 +100,8 @@ def make_mesh(devices=None):
 
 def over_ranks(name_shapes, mesh):
     """name -> global ShapeDtypeStruct of arrays that each rank holds a part of, along axis 0."""
-    sharding = mesh and NamedSharding(mesh, P("tp"))
-    return {
-        name: jax.ShapeDtypeStruct((RANKS * shape[0], *shape[1:]), dtype, sharding=sharding)
-        for name, (shape, dtype) in name_shapes.items()
-    }
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=mesh and NamedSharding(mesh, P("tp")))
+    return {n: array((RANKS * s[0], *s[1:]), dtype) for n, (s, dtype) in name_shapes.items()}
 
 def weight_shapes(mesh=None):
     """name -> ShapeDtypeStruct, uint32 [ranks * a rank's rows, ...]; sharded if a mesh is given."""
@@ -124,8 +120,7 @@ def load_weights(directory, mesh):
 
     Each process reads <name>.<rank>.npy of its own devices only. ValueError if the weights have
     another layout (which includes the mesh), lack a rank, or a file has another shape."""
-    directory = Path(directory)
-    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest = json.loads((Path(directory) / "manifest.json").read_text())
     if manifest["layout_hash"] != PLAN["layout_hash"]:
         raise ValueError(
             f"{directory} holds {manifest['model']} in layout {manifest['layout_hash']}; this reads"
@@ -133,20 +128,16 @@ def load_weights(directory, mesh):
         )
 
     def read(name, index):
-        shape = WEIGHTS[name]
-        rank = (index[0].start or 0) // shape[0]
+        rank = (index[0].start or 0) // WEIGHTS[name][0]
         if rank not in manifest["ranks"]:
             raise ValueError(f"{directory} holds ranks {manifest['ranks']}, rank {rank} is missing")
-        path = directory / f"{name}.{rank}.npy"
+        path = Path(directory) / f"{name}.{rank}.npy"
         part = np.load(path, mmap_mode="r")
-        if (part.shape, part.dtype) != (shape, np.uint32):
-            raise ValueError(f"{path}: {part.dtype}{list(part.shape)}, not uint32{list(shape)}")
+        check_array(path, part, WEIGHTS[name], np.uint32)
         return part
 
-    return {
-        name: jax.make_array_from_callback(s.shape, s.sharding, functools.partial(read, name))
-        for name, s in weight_shapes(mesh).items()
-    }
+    make, shapes = jax.make_array_from_callback, weight_shapes(mesh).items()
+    return {n: make(s.shape, s.sharding, functools.partial(read, n)) for n, s in shapes}
 
 def init_state(mesh, rows):
     """name -> global array of zeros, as `state_shapes` says, made on the devices."""
@@ -169,45 +160,53 @@ def zero_row(x, axis, row):
 
 # ---- the step ------------------------------------------------------------------------------------
 
-def make_decode_step(mesh, rows, interpret=False):
-    """The step for `rows` rows on `mesh`: a `DecodeStep`. ValueError if there is no such variant.
+def make_decode_step(mesh, rows, *, steps=1, interpret=False):
+    """The step for `rows` rows on `mesh`, or `steps` of them in one call: a `DecodeStep`.
 
-    interpret: True runs it without a TPU; or pltpu.InterpretParams."""
-    return DecodeStep(mesh, rows, pltpu.InterpretParams() if interpret is True else interpret)
+    interpret: True runs it without a TPU; or pltpu.InterpretParams. ValueError: no such variant."""
+    if steps not in range(1, SPEC["context"] + 1):
+        raise ValueError(f"steps={steps}: a call decodes 1 to {SPEC['context']} tokens of a row")
+    return DecodeStep(mesh, rows, steps, interpret)
 
 class DecodeStep:
     """step(weights, state, tokens, positions) -> (next_tokens, logits, state); compiled once.
 
     weights      from `load_weights`
-    state        from `init_state` or the step before; donated: the arrays passed in are gone
-    tokens       int32 [rows, 1]: token id of each row; NumPy's, or the step's before
-    positions    int32 [rows]: where the token stands, 0 to context - 1; -1: the row is inactive
-    next_tokens  int32 [rows, 1]: argmax of the logits, of equal ones the lowest id
-    logits       f32 [rows, ranks * share of the vocabulary], sharded over axis 1: `whole_logits`
+    state        from `init_state` or the call before; donated: the arrays passed in are gone
+    tokens       int32 [rows, 1]: token id of each row; NumPy's, or the last of the call before
+    positions    int32 [rows]: where the token stands, 0 to context - steps; -1: the row is inactive
+    next_tokens  int32 [rows, steps]: argmax, of ties the lowest id; each is the next step's token
+    logits       f32 [rows, padded vocabulary] of the last step, sharded on axis 1: `whole_logits`
+
     A row at position 0 starts from clean state. An inactive row reads no experts, writes no state,
     and its results mean nothing. ValueError, before anything runs: position or token out of range,
     a wrong shape or dtype. Positions are checked on the host: those of a device are waited for."""
 
-    def __init__(self, mesh, rows, interpret=False):
-        self.mesh, self.rows, self.interpret = mesh, rows, interpret
+    def __init__(self, mesh, rows, steps, interpret):
+        self.mesh, self.rows, self.steps = mesh, rows, steps
+        self.interpret = pltpu.InterpretParams() if interpret is True else interpret
         self.weights, self.state = weight_shapes(), state_shapes(rows)
-        split, whole, columns = P("tp"), P(), P(None, "tp")
-        ins, outs = (split, split, whole, whole), (whole, columns, split)
+        ins, outs = (P("tp"), P("tp"), P(), P()), (P(), P(None, "tp"), P("tp"))
         body = jax.shard_map(self.on_rank, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
-        self.jitted = jax.jit(
-            body,
-            donate_argnums=1,
-            compiler_options=COMPILER_OPTIONS,
-            in_shardings=tuple(NamedSharding(mesh, spec) for spec in ins),
-            out_shardings=tuple(NamedSharding(mesh, spec) for spec in outs),
-        )
+        placed = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
+        options = {"xla_allow_excess_precision": False}  # values are rounded where they say so
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
+        self.jitted = jit(body, in_shardings=placed(ins), out_shardings=placed(outs))
 
     def on_rank(self, weights, state, tokens, positions):
-        small = {"tokens": tokens.reshape(-1), "positions": positions}
-        tables = {"chunks": jnp.asarray(CHUNKS), "facts": jnp.asarray(FACTS)}
-        operands = {**small, **tables, **weights}
-        out, state = kernel.decode_call(self.rows, operands, state, self.interpret)
-        return out["token"][: self.rows, :1], out["logits"][: self.rows, : kernel.VOCAB_RUN], state
+        fixed = {"chunks": jnp.asarray(CHUNKS), "facts": jnp.asarray(FACTS), **weights}
+        begin = tokens[:, 0], positions, jnp.zeros_like(kernel.outputs(self.rows)["logits"]), state
+
+        def one(before, _):
+            token, position, _, state = before
+            operands = {"tokens": token, "positions": position, **fixed}
+            out, state = kernel.decode_call(self.rows, operands, state, self.interpret)
+            token = out["token"][: self.rows, 0]
+            return (token, position + (position >= 0), out["logits"], state), token
+
+        unroll = int(self.steps > 1)  # 0: all of it, so that a single step is no loop
+        after, made = jax.lax.scan(one, begin, length=self.steps, unroll=unroll)
+        return made.T, after[2][: self.rows, : kernel.VOCAB_RUN], after[3]
 
     def __call__(self, weights, state, tokens, positions):
         check_arrays("weights", weights, self.weights)
@@ -215,7 +214,8 @@ class DecodeStep:
         check_array("tokens", tokens, (self.rows, 1), jnp.int32)
         check_array("positions", positions, (self.rows,), jnp.int32)
         positions = np.asarray(positions)
-        check_range("position", positions, -1, SPEC["context"] - 1)
+        last, why = SPEC["context"] - self.steps, f" for {self.steps} steps to fit the context"
+        check_range("position", positions, -1, last, why if self.steps > 1 else "")
         if isinstance(tokens, np.ndarray):  # not those of the step before, which are in range
             check_range("token", np.where(positions < 0, 0, tokens[:, 0]), 0, SPEC["vocab"] - 1)
         return self.jitted(weights, state, tokens, positions)
@@ -246,8 +246,8 @@ def check_array(what, x, shape, dtype):
         got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
         raise ValueError(f"{what}: {got}, not {np.dtype(dtype)}{list(shape)}")
 
-def check_range(what, values, first, last):
+def check_range(what, values, first, last, why=""):
     bad = (values < first) | (values > last)
     if bad.any():
         row = int(bad.argmax())
-        raise ValueError(f"row {row} has {what} {values[row]}; it must be {first} to {last}")
+        raise ValueError(f"row {row} has {what} {values[row]}; it must be {first} to {last}{why}")
