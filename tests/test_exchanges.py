@@ -1,6 +1,7 @@
 """Exchanges between ranks: which ones a plan makes, in what order, and that every way to make them gives the reference's numbers."""
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from mkgen.spec.validate import validate
 from mkgen.targets import load_target
 
 MESH = {"chip": 2, "core": 2}
+HOSTS = {"host": 2, "chip": 2, "core": 2}
 
 
 def latent(mesh: dict = MESH, hidden: int = 128, **build) -> Spec:
@@ -34,7 +36,10 @@ def latent(mesh: dict = MESH, hidden: int = 128, **build) -> Spec:
         ranks *= size
     moe = Moe(experts=8, top_k=2, width=48, latent=64, latent_norm=Norm(), shared_width=64)
     build = {"expert_parallel": min(ranks, 4), "tensor_parallel": max(1, ranks // 4)} | build
-    return spec(ranks, {"a": Gqa(4, 4, 32)}, {"d": Mlp(96), "m": moe}, "a*2", "d m", hidden, mesh=mesh, **build)
+    if mesh is not HOSTS:
+        return spec(ranks, {"a": Gqa(4, 4, 32)}, {"d": Mlp(96), "m": moe}, "a*2", "d m", hidden, mesh=mesh, **build)
+    made = latent({"chip": 4, "core": 2}, hidden, **build | {"over": {}})          # a mesh that exists, and then a small one of three factors
+    return replace(made, build=replace(made.build, mesh=mesh, over=build.get("over", {})))
 
 
 def planned(made: Spec) -> Plan:
@@ -58,12 +63,12 @@ def between(plan: Plan, region: str, first: Collective) -> list[str]:
     raise AssertionError("it is not finished")
 
 
-def changed(node, **fields):
-    """The tree with other fields in all gathers."""
+def changed(node, kind="gather", **fields):
+    """The tree with other fields in all gathers, or scatters."""
     if isinstance(node, Collective):
-        return replace(node, **fields) if node.kind == "gather" else node
+        return replace(node, **fields) if node.kind == kind else node
     inner = {f: getattr(node, f) for f in ("nodes", "body") if hasattr(node, f)}
-    tree = {f: tuple(changed(x, **fields) for x in v) if isinstance(v, tuple) else changed(v, **fields) for f, v in inner.items()}
+    tree = {f: tuple(changed(x, kind, **fields) for x in v) if isinstance(v, tuple) else changed(v, kind, **fields) for f, v in inner.items()}
     return replace(node, **tree) if tree else node
 
 
@@ -121,6 +126,7 @@ def test_a_gather_that_rounds_what_nobody_allowed_is_found():
     assert any("gathers" in str(f) and "as bf16" in str(f) for f in check_plan(damaged))
 
 
+NEAR = {"m.latent_up": "chip_core"}
 COPIES = {"m.latent_up": "core", "m.latent_down": "core", "m.router": "core"}
 
 
@@ -132,6 +138,29 @@ def test_what_is_cut_over_a_group_is_gathered_within_it():
     whole, cut = (next(f for f in families(p).items() if f[0] == "m.latent_up")[1] for p in (plan, planned(latent(add="whole"))))
     assert whole.true == 2 * cut.true and whole.replicated == cut.true and cut.replicated == 0
     assert layout_hash(plan) != layout_hash(planned(latent(add="whole")))
+
+
+def test_a_sum_added_to_a_groups_columns_is_shared_out_within_the_group():
+    """And the sum that is needed whole goes beside it, in the same rounds; or is shared out and gathered within the group too."""
+    for asked, want in (("beside", [("gather", 1), ("scatter", 2), ("gather", 1)]), ("scatter", [("gather", 1), ("scatter", 2), ("gather", 1), ("gather", 1)])):
+        plan = planned(latent(HOSTS, add="runs", over=NEAR, reduce={"m.routed": asked, "rest": "scatter"}))
+        found = exchanges(plan, "m")
+        scatter = next(n for n in found if n.kind == "scatter")
+        assert not list(check_plan(plan)) and [(n.kind, len(n.sources)) for n in found][1:] == want[1:]
+        assert (scatter.over, scatter.beside, scatter.path[-1]) == (4, int(asked == "beside"), "host")
+        assert all(n.path in (("chip_core",), ("core", "chip")) for n in found[1:] if n.kind == "gather")
+        assert layout_hash(plan) == layout_hash(planned(latent(HOSTS, add="whole", over=NEAR)))
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(over=0), "reads|spread over|needed|lead|reaches"), (dict(beside=0), "columns|needed"), (dict(over=2), "columns|needed|reaches"),
+    (dict(path=("host", "chip_core"), stage="host"), "goes by")])
+def test_a_scatter_that_shares_out_otherwise_is_found(fields, message):
+    plan = planned(latent(HOSTS, add="runs", over=NEAR, reduce={"m.routed": "beside", "rest": "scatter"}))
+    region = plan.regions["m"]
+    damaged = replace(plan, regions=plan.regions | {"m": replace(region, body=changed(region.body, "scatter", **fields))})
+    found = [str(f) for f in check_plan(damaged)]
+    assert any(re.search(message, f) for f in found), found
 
 
 def test_a_gather_over_too_few_ranks_is_found():
@@ -191,8 +220,13 @@ def test_every_way_gives_the_references_numbers(ways):
 
 
 @pytest.mark.slow
-def test_copies_in_other_groups_give_the_references_numbers():
-    prove_kernel(latent(over=COPIES, reduce={"rest": "staged"}, add="whole"))
+@pytest.mark.parametrize("mesh, build", [
+    (MESH, dict(over=COPIES, reduce={"rest": "staged"}, add="whole")),
+    (HOSTS, dict(over=NEAR, reduce={"m.routed": "beside"}, add="runs", wire="bf16")),
+    (HOSTS, dict(over=NEAR, reduce={"rest": "scatter"}, add="runs")),
+], ids=["gathered", "beside", "scattered"])
+def test_copies_in_other_groups_give_the_references_numbers(mesh, build):
+    prove_kernel(latent(mesh, **build))
 
 
 @pytest.mark.slow

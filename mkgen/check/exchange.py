@@ -55,8 +55,18 @@ class Exchanges:
                 f"{self.now.kind}{self.now.sources} over {self.over}", "start and finish are of different exchanges")
         self.open, self.done = False, self.done + 1
         if self.done == self.now.rounds:
-            self.sums |= {x for t in n.targets for x in named(t)} if n.kind == "scatter" and self.rounds_sums else set()
+            self.complete(n)
             self.now = None
+
+    def complete(self, n: Collective) -> None:
+        """Of what the exchange has filled: over how many ranks it is spread, and whether it is a sum that may be rounded."""
+        cut = len(n.targets) - n.beside if n.kind == "scatter" else 0
+        for i, target in enumerate(n.targets):
+            for name in named(target):
+                self.cut_over.pop(name, None)
+                if i < cut:
+                    self.cut_over[name] = n.over or self.ranks
+                    self.sums |= {name} if self.rounds_sums else set()
 
     def begin(self, n: Collective, where: str) -> None:
         add = self.report.add
@@ -80,14 +90,17 @@ class Exchanges:
 
     def route(self, n: Collective, where: str) -> None:
         """The groups of all rounds follow one another through the mesh, innermost first (a scatter's last first), up to all ranks."""
-        at = 1
-        for name in reversed(n.path) if n.kind == "scatter" else n.path:
+        at, over = 1, n.over or self.ranks
+        inner = [name for name in n.path if self.groups.get(name, (1, 0))[1] < over]
+        if n.kind == "scatter" and inner != list(n.path[:len(inner)]):
+            self.report.add("exchange", where, f"scatter over {over} ranks goes by {', '.join(n.path)}", "groups of them add up what has been shared out")
+        for name in (*reversed(inner), *n.path[len(inner):]) if n.kind == "scatter" else n.path:
             size, stride = self.groups.get(name, (1, 0))
             if stride != at:
                 self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"a group {at} apart is missing before {name}")
             at *= size
         for name in sorted({x for source in n.sources for x in named(source)}):
-            if at != self.cut_over.get(name, self.ranks):
+            if at != (self.cut_over.get(name, self.ranks) if n.kind == "gather" else self.ranks):
                 self.report.add("exchange", where, f"{n.kind} of {name} goes by {', '.join(n.path)}",
                                 f"that reaches {at} ranks, it is spread over {self.cut_over.get(name, self.ranks)}")
         if n.wire == "bf16" and n.kind == "gather":
@@ -99,10 +112,14 @@ class Exchanges:
         """What is sent fits the place that the peers write, and goes to all of the group."""
         size, _ = self.groups[n.stage]
         sizes = [self.groups.get(name, (1, 1))[0] for name in n.path]
-        times = {"gather": prod(sizes[:n.round]), "scatter": prod(sizes[n.round + 1:])}.get(n.kind, 1)
-        words = -(-sum(n.widths) * times // (LANES * (2 if n.wire == "bf16" else 1))) * LANES
+        over, cut = n.over or self.ranks, len(n.widths) - n.beside
+        left = max(1, over // prod(sizes[:n.round + 1]))
+        times = {"gather": prod(sizes[:n.round]), "scatter": left}.get(n.kind, 1)
+        columns = sum(n.widths[:cut]) * times + sum(n.widths[cut:])
+        words = -(-columns // (LANES * (2 if n.wire == "bf16" else 1))) * LANES
         inbox, outbox = (self.dims.get(f"{box}_{n.stage}") for box in ("inbox", "outbox"))
-        for name, room in (("inbox", inbox), *([("outbox", outbox)] if n.kind == "scatter" else [])):
+        shares = n.kind == "scatter" and self.groups.get(n.stage, (1, 0))[1] < over
+        for name, room in (("inbox", inbox), *([("outbox", outbox)] if shares else [])):
             if room is None or room[-1] < words:
                 self.report.add("exchange", where, f"{n.kind} of {words} words a row", f"its {name} takes {room and room[-1]}")
         if n.words != words or n.peers != size - 1:
@@ -113,13 +130,16 @@ class Exchanges:
         add = self.report.add
         if not len(n.sources) == len(n.targets) == len(n.widths) or min(n.widths, default=0) <= 0:
             add("exchange", where, f"{len(n.sources)} sources, {len(n.targets)} targets, widths {n.widths}", "one width above 0 for each")
-        reached = prod(self.groups.get(name, (1, 1))[0] for name in n.path)
-        out = reached if n.kind == "scatter" else 1
-        back = reached if n.kind == "gather" else 1
-        for source, target, width in zip(n.sources, n.targets, n.widths):
-            last = out - 1 if n.kind == "scatter" else 0         # the last runs may be padding in part
+        back = prod(self.groups.get(name, (1, 1))[0] for name in n.path) if n.kind == "gather" else 1
+        if not 0 <= n.beside < max(len(n.widths), 1) or (n.beside or n.over) and n.kind != "scatter":
+            add("exchange", where, f"{n.beside} of {len(n.widths)} values of a {n.kind} go whole, over {n.over} ranks", "a scatter shares out one at least")
+        for i, (source, target, width) in enumerate(zip(n.sources, n.targets, n.widths)):
+            shared = n.kind == "scatter" and i < len(n.widths) - n.beside
+            out = (n.over or self.ranks) if shared else 1
+            last = out - 1                                       # the last runs may be padding in part
+            whole = n.kind == "reduce" or n.kind == "scatter" and not shared
             for text, need, least in ((source, out * width, out * width - last), (target, back * width, back * width)):
-                columns, most = self.columns(text), need if n.kind != "reduce" or text == source else LANES**3
+                columns, most = self.columns(text), need if not whole or text == source else LANES**3
                 if columns is None or not least <= columns <= most:
                     add("exchange", where, f"{n.kind}s {width} columns: {text} has {columns}", f"{need} are needed")
 
@@ -134,21 +154,32 @@ class Exchanges:
 
     def step(self, n: Step, where: str) -> None:
         """Steps touch neither the remote buffers, nor what an exchange will fill before it is over."""
-        matrix = n.args.get("matrix")
-        for name in n.writes:
-            self.cut_over.pop(name, None)
-            if isinstance(matrix, Matrix) and n.template in ("linear", "coded") and not matrix.whole and f"m.{name}" == n.args.get("y"):
-                self.cut_over |= {name: self.shares(matrix)}
+        self.spread(n, where)
         touched = {*n.reads, *n.writes}
         for name in touched & self.remote:
             self.report.add("exchange", where, f"touches {name}", "peers write there: only exchanges may touch it")
         for name in touched & self.busy:
             self.report.add("exchange", where, f"touches {name} during its {self.now.kind} ({self.where})", "it is not complete")
 
-    def shares(self, m: Matrix) -> int:
-        """Ranks that a matrix is cut over by its columns, as its parts say: all, or the neighbours of one group."""
-        weight = self.weights[m.parts[0].weight]
-        return m.over if m.over and -(-weight.shape[1] // m.over) <= m.parts[0].width < weight.shape[1] else self.ranks
+    def spread(self, n: Step, where: str) -> None:
+        """What a step makes of columns that ranks share is spread as they are: over all ranks, or over the neighbours of one group."""
+        matrix = n.args.get("matrix") if n.template in ("linear", "coded") else None
+        over = {self.cut_over[x] for x in n.reads if x in self.cut_over}
+        if len(over) > 1:
+            self.report.add("exchange", where, f"takes columns of {', '.join(sorted(n.reads))} together", f"they are spread over {sorted(over)} ranks")
+        for name in n.writes:
+            made = over if not isinstance(matrix, Matrix) else {self.shares(matrix)} - {None} if f"m.{name}" == n.args.get("y") else set()
+            if made:
+                self.cut_over[name] = min(made)
+            elif name not in n.reads:
+                self.cut_over.pop(name, None)
+
+    def shares(self, m: Matrix) -> int | None:
+        """Ranks that a matrix is cut over by its columns, as its parts say: all, or the neighbours of one group; None: it is not."""
+        part, columns = m.parts[0], self.weights[m.parts[0].weight].shape[1]
+        if m.whole or part.width == columns:
+            return None
+        return m.over if m.over and -(-columns // m.over) <= part.width else self.ranks
 
     def finish(self) -> None:
         if self.now:

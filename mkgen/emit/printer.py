@@ -73,11 +73,13 @@ class Printer:
         return len(want)
 
     def exchange(self, node: Collective, depth: int) -> str:
-        path = ", ".join(name.upper() for name in node.path)
-        args = ["m", f"({path},)" if node.rounds == 1 else f"({path})", *node.sources]
+        inner = [name for name in node.path if not node.over or self.plan.mesh.groups[name][1] < node.over]
+        args = ["m", stages(inner), *node.sources]
         if node.part == "finish":
             args[2:] = [f"({width}, {target})" for width, target in zip(node.widths, node.targets)]
         args += ["wire=bf16"] if node.wire == "bf16" else []
+        args += [f"beside={node.beside}"] if node.beside else []
+        args += [f"then={stages(node.path[len(inner):])}"] if node.part == "finish" and node.over else []
         return f"{INDENT * depth}{node.kind}_{node.part}({', '.join(args)})"
 
     def node(self, node: Node, depth: int) -> list[str]:
@@ -158,3 +160,9 @@ class Printer:
             return []
         self.op = op
         return [f"{INDENT * depth}# -- {op}"]
+
+
+def stages(names) -> str:
+    """A path as a tuple of stages."""
+    path = ", ".join(name.upper() for name in names)
+    return f"({path},)" if len(names) == 1 else f"({path})"

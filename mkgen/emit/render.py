@@ -124,7 +124,8 @@ def kernel_text(plan: Plan) -> str:
     functions = {r.name: function(r) for r in regions}
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
     return env.get_template("kernel.py.j2").render(
-        plan=plan, printer=Printer(env, plan), kinds=exchange_kinds(plan), wires={n.wire for n in collectives(plan)}, regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
+        plan=plan, printer=Printer(env, plan), kinds=exchange_kinds(plan), wires={n.wire for n in collectives(plan)},
+        beside=any(n.beside for n in collectives(plan)), then=any(n.over for n in collectives(plan)), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
         local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),
         kv_batch=max(1, spec.build.kv_slots // 2), expert_steps=expert_steps(plan),
         mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,

@@ -2,8 +2,11 @@
 
 A round is one message from each rank to every other of a group. Three kinds: `gather` brings the pieces of all ranks together,
 `scatter` gives each rank its columns of a sum, `reduce` gives every rank the whole sum. A sum that is needed whole is arranged as a
-scatter and a gather; where its payload makes one reduce faster, that takes the scatter's place and the gather is left out. So the
-order of the ops, and with it the tape, does not depend on what is faster.
+scatter and a gather; where its payload makes one reduce faster, that takes the scatter's place and the gather is left out; or it goes
+whole beside what is scattered at the same time. So the order of the ops, and with it the tape, does not depend on what is faster.
+
+What is cut over a group of neighbours (`build.over`) is gathered within the group. A sum that is added to it is scattered within the
+group as well; then the groups reduce what their members hold.
 """
 from __future__ import annotations
 
@@ -18,15 +21,22 @@ from mkgen.plan.shard import round_up, unit_range
 from mkgen.plan.tape import LANES
 from mkgen.targets.exchange import phase_seconds
 
+BESIDE = "beside"                        # a sum that is needed whole, in the rounds of one that is scattered
+
 
 @dataclass(frozen=True)
 class Exchange:
     """One exchange of one or several values of a sub-layer."""
     kind: str                            # gather | scatter
     values: tuple[str, ...]
+    over: int = 0                        # scatter: to so many neighbours; 0: to any number, since it is gathered later
 
     def joined(self, others: tuple[Exchange, ...]) -> Exchange:
-        return replace(self, values=tuple(v for e in (self, *others) for v in e.values))
+        return replace(self, values=tuple(v for e in (self, *others) for v in e.values), over=max(e.over for e in (self, *others)))
+
+    def meets(self, other: Exchange) -> bool:
+        """May both be one exchange?"""
+        return self.kind == other.kind and (self.over == other.over or 0 in (self.over, other.over))
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,13 @@ class Run:
     path: tuple[str, ...]                # the group of each round
     values: tuple[Value, ...]
     wire: str | None = None              # f32 | bf16; None: build.wire
+    over: int = 0                        # scatter: neighbours that sums are shared out to; 0: all ranks
+    beside: int = 0                      # scatter: of the values, the last ones go whole
+
+    def by_kind(self) -> list[tuple[str, Value]]:
+        """Each value, and what becomes of it."""
+        cut = len(self.values) - self.beside
+        return [("reduce" if i >= cut else self.kind, v) for i, v in enumerate(self.values)]
 
 
 class Exchanges:
@@ -49,7 +66,8 @@ class Exchanges:
             if self.ranks == 1:                    # a term of one is the sum
                 self.memory.places[name] = replace(self.memory.places[name], spread="whole")
                 continue
-            for exchange in rounds(name, spread[name], need):
+            ranks = {self.sharers_of(v) for n, v in inputs.items() if spread[n] == "split"} if need == "split" else {0}
+            for exchange in rounds(name, spread[name], need, max(ranks)):
                 if self.arranged:
                     raise ValueError(f"{op.name}: {name} was to be {exchange.kind}ed before")
                 self.trace.append(exchange)
@@ -59,19 +77,18 @@ class Exchanges:
         """Where an op treats each column alone and all that is split is cut into equal runs, sums need their own run only."""
         if self.by_column and op.columnwise and set(spread.values()) == {"split", "partial"}:
             split = [inputs[n] for n, s in spread.items() if s == "split"]
-            if all(self.even(v) for v in split) and all(v.width % self.ranks == 0 for v in inputs.values()):
+            ranks = {self.sharers_of(v) for v in split}
+            if len(ranks) == 1 and all(self.even(v) for v in split) and all(v.width % max(ranks) == 0 for v in inputs.values()):
                 return {n: "split" for n, s in spread.items() if s == "partial"}
         return op.needs(spread)
 
     def even(self, v: Value) -> bool:
         """Is rank r's piece of v the r-th of equal runs of columns?"""
-        p, unit = self.memory.places[v.name], v.width // v.units
-        if p.over:
-            return False
+        p, unit, ranks = self.memory.places[v.name], v.width // v.units, self.sharers_of(v)
         if p.even:
-            return p.width * self.ranks == v.width
-        starts = [unit_range(v.units, self.ranks, rank, v.groups)[0] * unit for rank in range(self.ranks)]
-        return p.width * self.ranks == v.width and starts == [rank * p.width for rank in range(self.ranks)]
+            return p.width * ranks == v.width
+        starts = [unit_range(v.units, ranks, rank, v.groups)[0] * unit for rank in range(ranks)]
+        return p.width * ranks == v.width and starts == [rank * p.width for rank in range(ranks)]
 
     # -- which way ------------------------------------------------------------------------------------------------------
 
@@ -81,18 +98,39 @@ class Exchanges:
         if exchange.kind == "gather":
             by_ranks = {ranks: [v for v in values if self.sharers_of(v) == ranks] for ranks in map(self.sharers_of, values)}
             return [self.gather_run(ranks, vs) for ranks, vs in by_ranks.items()]
+        own, sums = [v for v in values if v.name not in self.whole_sums], [v for v in values if v.name in self.whole_sums]
+        over = exchange.over or self.ranks
+        beside = self.scatter_run(own, sums, over)
+        if own and sums and self.go_beside(own, sums, over, beside):
+            self.memory.ways |= {v.name: BESIDE for v in sums}
+            return [beside]
         found: dict[tuple, list[Value]] = {}
-        joins = any(v.name not in self.whole_sums for v in values)       # a scatter there is anyway
-        for v in values:
-            path = self.path_of_sum(v.name, v.width, joins=joins) if v.name in self.whole_sums else None
-            found.setdefault(path, []).append(v)
-        parts, together = found.pop(None, []), [v for vs in found.values() for v in vs]
+        for v in sums:
+            found.setdefault(self.path_of_sum(v.name, v.width, joins=bool(own), over=over), []).append(v)
+        parts, together = own + found.pop(None, []), [v for vs in found.values() for v in vs]
         runs = [Run("reduce", path, tuple(vs)) for path, vs in found.items()]
         if len(runs) > 1 and not any(v.name in self.build.reduce for v in together):
             path = self.path("reduce", sum(v.width for v in together), "auto")
             self.memory.ways |= {v.name: " ".join(path) for v in together}
             runs = [Run("reduce", path, tuple(together))]
-        return ([Run("scatter", self.path("scatter", sum(-(-v.width // self.ranks) for v in parts)), tuple(parts))] if parts else []) + runs
+        return ([self.scatter_run(parts, [], over)] if parts else []) + runs
+
+    def scatter_run(self, parts: list[Value], whole: list[Value], over: int) -> Run:
+        """Sums shared out to `over` neighbours, others beside them that every rank gets whole."""
+        columns, beside = sum(-(-v.width // over) for v in parts), sum(v.width for v in whole)
+        return Run("scatter", self.path("scatter", columns, ranks=over, beside=beside), (*parts, *whole), None, over % self.ranks, len(whole))
+
+    def go_beside(self, own: list[Value], sums: list[Value], over: int, beside: Run) -> bool:
+        """Do sums that are needed whole travel beside the others: because it is asked for, or because no other way is as fast?"""
+        asked = {self.build.reduce.get(v.name, self.build.reduce.get("rest", "auto")) for v in sums}
+        if asked != {"auto"}:
+            return asked == {BESIDE}
+        mine, theirs = sum(-(-v.width // over) for v in own), [-(-v.width // over) for v in sums]
+        width, wire = sum(v.width for v in sums), self.gather_wire(sums, sum(theirs))
+        times = {ranks: self.seconds("scatter", self.path("scatter", n, ranks=over), n, ranks=over) for ranks, n in ((0, mine), (1, mine + sum(theirs)))}
+        gather = self.seconds("gather", self.path("gather", sum(theirs), wire=wire, ranks=over), sum(theirs), wire)
+        other = min(times[0] + self.seconds("reduce", self.path("reduce", width, "auto"), width), times[1] + gather)
+        return self.seconds("scatter", beside.path, mine, ranks=over, beside=width) < other
 
     def sharers_of(self, v: Value) -> int:
         """Neighbours that a value is split over."""
@@ -111,25 +149,27 @@ class Exchanges:
         bf16 = all(self.dtype(v) == "bf16" or self.build.wire == "bf16" and sum_of(self.memory.places[v.name]) for v in values)
         return "bf16" if bf16 and columns > LANES else "f32"          # up to LANES columns are one row of words either way
 
-    def path_of_sum(self, name: str, width: int, scatter: bool = True, joins: bool = False) -> tuple[str, ...] | None:
-        """The groups that reduce a sum one after another; None: it is scattered and gathered."""
-        asked = self.build.reduce.get(name, self.build.reduce.get("rest", "auto"))
+    def path_of_sum(self, name: str, width: int, scatter: bool = True, joins: bool = False, over: int = 0) -> tuple[str, ...] | None:
+        """The groups that reduce a sum one after another; None: it is scattered (to `over` neighbours) and gathered."""
+        asked, over = self.build.reduce.get(name, self.build.reduce.get("rest", "auto")), over or self.ranks
+        asked = "auto" if asked == BESIDE else asked                 # there is nothing to go beside
         path = self.path("reduce", width, "auto" if asked == "scatter" else asked)
         if scatter and asked in ("auto", "scatter"):
-            run = -(-width // self.ranks)
+            run = -(-width // over)
             wire = self.gather_wire([self.value(name)], run)
-            both = self.seconds("gather", self.path("gather", run, wire=wire), run, wire)
+            both = self.seconds("gather", self.path("gather", run, wire=wire, ranks=over), run, wire)
             both += 0.0 if joins else self.seconds("scatter", self.path("scatter", run), run)
             if asked == "scatter" or both < self.seconds("reduce", path, width):
                 path = None
         self.memory.ways[name] = " ".join(path) if path else "scatter"
         return path
 
-    def path(self, kind: str, columns: int, asked: str | None = None, wire: str | None = None, ranks: int = 0) -> tuple[str, ...]:
+    def path(self, kind: str, columns: int, asked: str | None = None, wire: str | None = None, ranks: int = 0, beside: int = 0) -> tuple[str, ...]:
         """The groups, in the order of their rounds: those that are asked for, or else what takes the least time over all row variants.
-        ranks: fewer than all, which nobody asks for by name."""
-        asked = asked or ("auto" if ranks not in (0, self.ranks) else getattr(self.build, kind))
-        paths = self.mesh.paths_to(ranks or self.ranks)
+        ranks: fewer than all, which nobody asks for by name. beside: columns that are not shared out."""
+        ranks = ranks or self.ranks
+        asked = asked or ("auto" if ranks != self.ranks else getattr(self.build, kind))
+        paths = self.mesh.paths_between(1, ranks)
         if asked != "auto":
             named = {"flat": paths[0], "staged": max(paths, key=len)}
             path = named.get(asked, tuple(asked.split()))
@@ -137,12 +177,14 @@ class Exchanges:
                 raise MkgenError(f"build.{kind}: {asked!r} does not lead to all {self.ranks} ranks\n  fix: one of auto, flat, staged, "
                                  f"{', '.join(' '.join(p) for p in paths)}")
             paths = [path]
-        ordered = [path[::-1] if kind == "scatter" else path for path in paths]
-        return min(ordered, key=lambda path: self.seconds(kind, path, columns, wire))
+        outer = self.mesh.paths_between(ranks, self.ranks)
+        ordered = [(*path[::-1], *rest) for path in paths for rest in outer] if kind == "scatter" else paths
+        return min(ordered, key=lambda path: self.seconds(kind, path, columns, wire, ranks, beside))
 
-    def seconds(self, kind: str, path: tuple[str, ...], columns: int, wire: str | None = None) -> float:
+    def seconds(self, kind: str, path: tuple[str, ...], columns: int, wire: str | None = None, ranks: int = 0, beside: int = 0) -> float:
         """All rounds of an exchange, summed over the row variants."""
-        return sum(self.round_seconds(size - 1, words, factors) for size, words, factors in self.messages(kind, path, columns, wire))
+        messages = self.messages(kind, path, columns, wire, ranks, beside)
+        return sum(self.round_seconds(size - 1, words, factors) for size, words, factors in messages)
 
     def round_seconds(self, peers: int, words: int, factors: tuple[str, ...]) -> float:
         return sum(phase_seconds(self.memory.target, peers, words * 4 * rows, factors=factors) for rows in self.build.rows)
@@ -152,15 +194,17 @@ class Exchanges:
         return sum(self.round_seconds(n.peers, n.words, n.factors) for n in walk(Seq(tuple(self.nodes[0])))
                    if isinstance(n, Collective) and n.part == "start")
 
-    def messages(self, kind: str, path: tuple[str, ...], columns: int, wire: str | None = None) -> list[tuple[int, int, tuple[str, ...]]]:
-        """(ranks, words of a message, factors) of each round; a gather's messages grow, a scatter's begin large."""
-        out, held, left = [], 1, prod(self.mesh.groups[name][0] for name in path)
+    def messages(self, kind: str, path: tuple[str, ...], columns: int, wire: str | None = None, over: int = 0,
+                 beside: int = 0) -> list[tuple[int, int, tuple[str, ...]]]:
+        """(ranks, words of a message, factors) of each round; a gather's messages grow, a scatter's begin large.
+        over, beside: of a scatter, the neighbours that share its columns, and columns that go whole."""
+        out, held, left = [], 1, over or self.ranks
         for name in path:
             size, _, factors = self.mesh.groups[name]
-            left //= size
+            left = max(1, left // size)
             times = {"gather": held, "scatter": left}.get(kind, 1)
             halved = 2 if (wire or self.build.wire) == "bf16" else 1
-            out.append((size, round_up(-(-columns * times // halved), LANES), factors))
+            out.append((size, round_up(-(-(columns * times + beside) // halved), LANES), factors))
             held *= size
         return out
 
@@ -173,25 +217,26 @@ class Exchanges:
 
     def start_run(self, run: Run) -> tuple[Collective, ...]:
         self.close()
-        texts = [getattr(self, f"to_{run.kind}")(v) for v in run.values]
+        texts = [getattr(self, f"to_{kind}")(v, run) for kind, v in run.by_kind()]
         sources, widths, targets = zip(*texts)
-        return self.begin_rounds(run.kind, run.path, sources, widths, targets, run.wire)
+        return self.begin_rounds(run.kind, run.path, sources, widths, targets, run.wire, run.over, run.beside)
 
     def finish_exchange(self, pending: list[tuple[Run, tuple[Collective, ...]]]) -> None:
         for run, rest in pending:
             rest = rest or self.start_run(run)
             self.close()
             self.nodes[-1] += rest
-            for v in run.values:
-                getattr(self, f"after_{run.kind}")(v)
+            for kind, v in run.by_kind():
+                getattr(self, f"after_{kind}")(v, run)
 
     def begin_rounds(self, kind: str, path: tuple[str, ...], sources: tuple[str, ...], widths: tuple[int, ...],
-                     targets: tuple[str, ...], wire: str | None = None) -> tuple[Collective, ...]:
-        nodes, wire = [], wire or self.build.wire
-        for i, (name, (size, words, factors)) in enumerate(zip(path, self.messages(kind, path, sum(widths), wire))):
-            self.memory.need_inbox(name, words, outbox=kind == "scatter")
+                     targets: tuple[str, ...], wire: str | None = None, over: int = 0, beside: int = 0) -> tuple[Collective, ...]:
+        nodes, wire, cut = [], wire or self.build.wire, len(widths) - beside
+        messages = self.messages(kind, path, sum(widths[:cut]), wire, over, sum(widths[cut:]))
+        for i, (name, (size, words, factors)) in enumerate(zip(path, messages)):
+            self.memory.need_inbox(name, words, outbox=kind == "scatter" and self.mesh.groups[name][1] < (over or self.ranks))
             for part in ("start", "finish"):
-                nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path, wire))
+                nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path, wire, over, beside))
         self.nodes[-1].append(nodes[0])
         return tuple(nodes[1:])
 
@@ -199,12 +244,12 @@ class Exchanges:
         """A value of this sub-layer, by name."""
         return next(v for op in self.sub.ops for v in (*op.outputs(), *op.inputs()) if v.name == name)
 
-    def to_gather(self, v: Value) -> tuple[str, int, str]:
+    def to_gather(self, v: Value, run: Run) -> tuple[str, int, str]:
         p = self.memory.places[v.name]
         target = p.whole_at or self.room(v.name + "_whole", self.sharers_of(v) * p.width, "f32", f"{self.bare(v.name)} of all ranks")
         return self.read(v, "f32"), p.width, f"m.{target}"
 
-    def after_gather(self, v: Value) -> None:
+    def after_gather(self, v: Value, run: Run) -> None:
         p = self.memory.places[v.name]
         if p.whole_at is not None:
             self.memory.places[v.name] = Place(p.whole_at, 0, v.width, "f32", "whole")
@@ -216,25 +261,26 @@ class Exchanges:
         self.memory.notes.append((v.name, f"gathered, {p.width} columns a rank" + (f", over {p.over} ranks" if p.over else "")))
         self.memory.places[v.name] = Place(name, 0, v.width, "f32", "whole")
 
-    def to_scatter(self, v: Value) -> tuple[str, int, str]:
-        p, run = self.sum_place(v), -(-v.width // self.ranks)
-        part = self.room(v.name + "_run", run, "f32", f"this rank's columns of {self.bare(v.name)}")
-        return self.text_of(p), run, f"m.{part}"
+    def to_scatter(self, v: Value, run: Run) -> tuple[str, int, str]:
+        columns = -(-v.width // (run.over or self.ranks))
+        part = self.room(v.name + "_run", columns, "f32", f"this rank's columns of {self.bare(v.name)}")
+        return self.text_of(self.sum_place(v)), columns, f"m.{part}"
 
-    def after_scatter(self, v: Value) -> None:
+    def after_scatter(self, v: Value, run: Run) -> None:
         """The whole sum may later go where this rank's term was."""
-        p, run = self.memory.places[v.name], -(-v.width // self.ranks)
-        part = self.room(v.name + "_run", run, "f32", f"this rank's columns of {self.bare(v.name)}")
-        self.memory.notes.append((v.name, f"summed, {run} columns a rank"))
-        fits = self.memory.buffers[p.buffer].shape[-1] == run * self.ranks
-        whole = p.buffer if fits else self.room(v.name + "_whole", run * self.ranks, "f32", f"{self.bare(v.name)}, summed over the ranks")
-        self.memory.places[v.name] = Place(part, 0, run, "f32", "split", even=True, whole_at=whole)
+        p, ranks = self.memory.places[v.name], run.over or self.ranks
+        columns = -(-v.width // ranks)
+        part = self.room(v.name + "_run", columns, "f32", f"this rank's columns of {self.bare(v.name)}")
+        self.memory.notes.append((v.name, f"summed, {columns} columns a rank" + (f", over {run.over} ranks" if run.over else "")))
+        fits = self.memory.buffers[p.buffer].shape[-1] == columns * ranks
+        whole = p.buffer if fits else self.room(v.name + "_whole", columns * ranks, "f32", f"{self.bare(v.name)}, summed over the ranks")
+        self.memory.places[v.name] = Place(part, 0, columns, "f32", "split", even=True, whole_at=whole, over=run.over)
 
-    def to_reduce(self, v: Value) -> tuple[str, int, str]:
+    def to_reduce(self, v: Value, run: Run) -> tuple[str, int, str]:
         p = self.sum_place(v)
         return self.text_of(p), p.width, f"m.{p.buffer}"
 
-    def after_reduce(self, v: Value) -> None:
+    def after_reduce(self, v: Value, run: Run) -> None:
         p = self.memory.places[v.name]
         self.memory.notes.append((v.name, f"summed over all ranks, {p.width} float32 a row"))
         self.memory.places[v.name] = replace(p, spread="whole")
@@ -285,9 +331,9 @@ class Exchanges:
         return out
 
 
-def rounds(name: str, spread: str, need: str) -> list[Exchange]:
-    """What brings a value from one spread to another."""
+def rounds(name: str, spread: str, need: str, over: int = 0) -> list[Exchange]:
+    """What brings a value from one spread to another. over: neighbours that it is to be split over."""
     if spread in (need, "whole"):
         return []
     kinds = ("gather",) if spread == "split" else ("scatter",) if need == "split" else ("scatter", "gather")
-    return [Exchange(kind, (name,)) for kind in kinds]
+    return [Exchange(kind, (name,), over) for kind in kinds]

@@ -98,10 +98,15 @@ def meetings(graph: nx.DiGraph, trace: list[Op | Exchange]) -> list[tuple[int, .
         return min([fixed.get(i, depth), *(latest(j) - 1 for j in exchanges if i in before[j])])
 
     for j in sorted(exchanges, key=lambda j: (latest(j) - earliest(j), j)):       # the critical ones first
-        same = [fixed[i] for i in fixed if trace[i].kind == trace[j].kind and earliest(j) <= fixed[i] <= latest(j)]
+        same = [fixed[i] for i in fixed if trace[i].meets(trace[j]) and earliest(j) <= fixed[i] <= latest(j)]
         fixed[j] = max(same, default=earliest(j))
-    together: dict[tuple, list[int]] = {}
+    together: list[list[int]] = []
     for j in exchanges:
-        together.setdefault((fixed[j], min(k for k in exchanges if (fixed[k], trace[k].kind) == (fixed[j], trace[j].kind))), []).append(j)
-    return [tuple(members) for _, members in sorted(together.items())]
+        for members in together:
+            if fixed[members[0]] == fixed[j] and all(trace[i].meets(trace[j]) for i in members):
+                members.append(j)
+                break
+        else:
+            together.append([j])
+    return [tuple(members) for members in sorted(together, key=lambda m: (fixed[m[0]], m[0]))]
 

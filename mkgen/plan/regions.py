@@ -87,6 +87,8 @@ class Collective:
     round: int = 0
     path: tuple[str, ...] = ("all",)     # the groups of all rounds, in order
     wire: str = "f32"                    # what a sum travels as: f32 | bf16
+    over: int = 0                        # scatter: neighbours that it shares a sum out to, before all groups of them add theirs up; 0: all ranks
+    beside: int = 0                      # scatter: that many of the values, the last ones, are not shared out: every rank gets the whole sum
 
     @property
     def rounds(self) -> int:

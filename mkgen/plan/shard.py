@@ -42,6 +42,10 @@ class Mesh:
                 out[name] = (prod(size for _, size, _ in self.stages[i:j]), self.stages[i][2], names)
         return out
 
+    def reach(self, path: tuple[str, ...]) -> int:
+        """Ranks that exchanges along a path of groups bring together."""
+        return prod(self.groups[name][0] for name in path)
+
     def neighbours(self, name: str) -> int:
         """Ranks of a group of neighbours, which has numbers that follow each other; 0: there is no such group."""
         size, stride, _ = self.groups.get(name, (0, 1, ()))
@@ -50,10 +54,10 @@ class Mesh:
     @property
     def paths(self) -> list[tuple[str, ...]]:
         """Groups, innermost first, that together reach all ranks: in one round, or in several."""
-        return self.paths_to(self.ranks)
+        return self.paths_between(1, self.ranks)
 
-    def paths_to(self, ranks: int) -> list[tuple[str, ...]]:
-        """Groups, innermost first, that together reach `ranks` neighbours, which a factor does not cut."""
+    def paths_between(self, first: int, last: int) -> list[tuple[str, ...]]:
+        """Groups, innermost first, by which groups of `first` neighbours come to be groups of `last`."""
         names = {factors: name for name, (_, _, factors) in self.groups.items()}
 
         def cut(stages: tuple) -> list[tuple[str, ...]]:
@@ -61,7 +65,7 @@ class Mesh:
             return whole + [(*first, *rest) for i in range(1, len(stages)) for first in [(names[tuple(n for n, _, _ in reversed(stages[:i]))],)]
                             for rest in cut(stages[i:])]
 
-        return cut(tuple(s for s in self.stages if s[2] < ranks))
+        return cut(tuple(s for s in self.stages if first <= s[2] < last))
 
 
 def local_units(units: int, ranks: int, groups: int = 0) -> int:

@@ -24,8 +24,8 @@ class Target:
 
 
 class Values:
-    def local(self, v: Value, spread: str) -> int:
-        return v.width // v.units * local_units(v.units, self.ranks, v.groups) if spread == "split" else v.width
+    def local(self, v: Value, spread: str, over: int = 0) -> int:
+        return v.width // v.units * local_units(v.units, over or self.ranks, v.groups) if spread == "split" else v.width
 
     def place(self, v: Value) -> Place:
         if v.name not in self.memory.places:
@@ -127,9 +127,11 @@ class Values:
         else:
             spread = self.result(v)
             even = spread == "split" and self.op.columnwise and all(self.even(x) for x in self.op.inputs() if x.name in self.memory.places)
-            local = v.width // self.ranks if even else self.local(v, spread)
+            inputs = [self.memory.places[x.name] for x in self.op.inputs() if x.name in self.memory.places]
+            over = max((p.over for p in inputs if p.spread == "split"), default=0) if spread == "split" else 0
+            local = v.width // (over or self.ranks) if even else self.local(v, spread, over)
             name = self.room(v.name, width or local, dtype or self.dtype(v), self.op.kind.replace("_", " "))
-            p = self.memory.places[v.name] = Place(name, 0, local, dtype or self.dtype(v), spread, even)
+            p = self.memory.places[v.name] = Place(name, 0, local, dtype or self.dtype(v), spread, even, over=over)
         return Target(f"m.{p.buffer}", p.dtype, p.width)
 
     def counts(self, v: Value) -> str | None:

@@ -83,8 +83,9 @@ def _full(spec: Spec) -> tuple[set[str], dict]:
     """What the full plan's code is printed from, and how its ranks exchange; nothing where it has none."""
     with contextlib.suppress(MkgenError, ValueError):
         plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
-        paths = {n.kind: n.path for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective)}
-        ways = {kind: " ".join(sorted(paths[kind], key=list(plan.mesh.groups).index)) for kind in ("gather", "scatter") if kind in paths}
+        found = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective) and n.kind != "reduce")
+        paths = {n.kind: n.path for n in found if plan.mesh.reach(n.path) == plan.mesh.ranks}
+        ways = {kind: " ".join(sorted(path, key=list(plan.mesh.groups).index)) for kind, path in paths.items()}
         return pieces(plan), {"reduce": dict(plan.ways), "add": plan.added[0] if plan.added else "auto"} | ways
     return set(), {}
 
