@@ -336,6 +336,10 @@ def gather_finish(m, path, *ys):
     for pieces, y in columns_of(found, ys):
         y[...] = pad_rows(jnp.concatenate(pieces, axis=1))
 
+def sums(found, ys):
+    """The sum of all members' terms in order, the same bits everywhere, for each (width, y)."""
+    return [functools.reduce(jnp.add, terms) for terms, _ in columns_of(found, ys)]
+
 def scatter_start(m, path, *xs):
     """Each x f32 [8, up to ranks * n] is this rank's term of a sum: rank r gets run r of n."""
     ranks = functools.reduce(lambda n, stage: n * stage.size, path, 1)
@@ -347,7 +351,7 @@ def scatter_finish(m, path, *ys):
     for i, stage in enumerate(path):
         wide = [(runs * width, y) for width, y in ys]
         found = receive(m, stage, sum(n for n, _ in wide), apart=True)
-        totals = [functools.reduce(jnp.add, terms) for terms, _ in columns_of(found, wide)]
+        totals = sums(found, wide)
         if path[i + 1 :]:
             send_runs(m, path[i + 1], totals)
             runs //= path[i + 1].size
@@ -1018,8 +1022,8 @@ def moe_ffn(m, layer, index, g):
         pl.when(due)(lambda: expert_copy(m, index, i + EXPERT_SLOTS).start())
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
     tape_copy(m, g + RING_DEPTH - 1).start()
-    scatter_start(m, (ALL,), m.routed[...], m.shared_down_y[...])
-    scatter_finish(m, (ALL,), (112, m.routed_run), (224, m.shared_out_run))
+    scatter_start(m, (ALL,), m.shared_down_y[...], m.routed[...])
+    scatter_finish(m, (ALL,), (224, m.shared_out_run), (112, m.routed_run))
     gather_start(m, (ALL,), m.routed_run[...])
     gather_finish(m, (ALL,), (112, m.routed))
     tape_copy(m, g).wait()  # latent_norm 0, latent_up 32
@@ -1187,8 +1191,8 @@ def places(rows):
         "expert_x": vmem((14, 128, 256), bf16),  # left operand, block-diagonal
         "expert_h": vmem((2, 128, 256), bf16),  # left operand, block-diagonal
         "routed": vmem((8, 3584), f32),  # routed experts
-        "routed_run": vmem((8, 112), f32),  # this rank's columns of routed
         "shared_out_run": vmem((8, 224), f32),  # this rank's columns of shared_out
+        "routed_run": vmem((8, 112), f32),  # this rank's columns of routed
         "routed_norm": vmem((8, 3584), f32),  # rms norm
         "latent_up_y": vmem((8, 224), f32),  # routed_out, not rounded
         "out": vmem((8, 224), f32),  # add
