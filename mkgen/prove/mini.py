@@ -86,7 +86,7 @@ def _full(spec: Spec) -> tuple[set[str], dict]:
         found = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective) and n.kind != "reduce")
         paths = {n.kind: n.path for n in found if plan.mesh.reach(n.path) == plan.mesh.ranks}
         ways = {kind: " ".join(sorted(path, key=list(plan.mesh.groups).index)) for kind, path in paths.items()}
-        return pieces(plan), {"reduce": dict(plan.ways), "add": plan.added[0] if plan.added else "auto"} | ways
+        return pieces(plan), ways | {"reduce": dict(plan.ways), "add": (*plan.added, "auto")[0]}
     return set(), {}
 
 
@@ -142,9 +142,7 @@ def _expert_kib(spec: Spec, mini: Spec) -> int:
 
 
 def _real_mesh(build: Build) -> dict[str, int]:
-    """As many ranks as the mini has, on a mesh that the chip comes in: the mini's own need not exist, only its
-    ranks count.
-    """
+    """As many ranks as the mini has, on a mesh that the chip comes in: the mini's own need not exist, its ranks count."""
     target, left, mesh = load_target(build.chip), build.ranks, {}
     for name, most in (("core", target.cores_per_chip), ("chip", target.chips_per_host), ("host", target.max_hosts)):
         mesh[name] = max(n for n in range(1, most + 1) if left % n == 0)
