@@ -336,10 +336,6 @@ def gather_finish(m, path, *ys):
     for pieces, y in columns_of(found, ys):
         y[...] = pad_rows(jnp.concatenate(pieces, axis=1))
 
-def sums(found, ys):
-    """The sum of all members' terms in order, the same bits everywhere, for each (width, y)."""
-    return [functools.reduce(jnp.add, terms) for terms, _ in columns_of(found, ys)]
-
 def scatter_start(m, path, *xs):
     """Each x f32 [8, up to ranks * n] is this rank's term of a sum: rank r gets run r of n."""
     ranks = functools.reduce(lambda n, stage: n * stage.size, path, 1)
@@ -351,7 +347,7 @@ def scatter_finish(m, path, *ys):
     for i, stage in enumerate(path):
         wide = [(runs * width, y) for width, y in ys]
         found = receive(m, stage, sum(n for n, _ in wide), apart=True)
-        totals = sums(found, wide)
+        totals = [functools.reduce(jnp.add, terms) for terms, _ in columns_of(found, wide)]
         if path[i + 1 :]:
             send_runs(m, path[i + 1], totals)
             runs //= path[i + 1].size
