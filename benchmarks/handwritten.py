@@ -3,7 +3,8 @@
 Each kernel is a schedule in benchmarks/handwritten/ (described.py says what its words mean), replayed against the same chip, on
 the same terms as a plan of mkgen's: uniform routing, a fixed seed, at least 1,000 layers drawn, each waiting for its busiest
 rank. Default terms are those of the comparison: independent rows, the last position of the context. `--as-published` takes each
-kernel's own: where it stood in its context, and rows that are all alike where they were. `free` and
+kernel's own: where it stood in its context, and rows that are all alike where they were. A call of the host decodes as many steps as
+the kernel's authors let it, 16 or 64, or `--steps`: then each step bears what it would in mkgen's loop. `free` and
 `dear`: if messages beyond the seventh of an exchange cost nothing, or as much as the first seven; nothing is published.
 """
 
@@ -17,6 +18,7 @@ from typing import Callable, Sequence
 from described import SEED, Event, Reader, Schedule, load
 
 from mkgen.simulate.engine import replay
+from mkgen.simulate.expand import call_seconds
 from mkgen.simulate.timeline import Timeline
 from mkgen.targets import Target, load_target
 
@@ -81,15 +83,17 @@ def saves(events: Sequence[list[Event]], target: Target, belongs: Callable[[Even
     return step(events, target).seconds - step(rest, target).seconds
 
 
-def predicted(name: str, as_published: bool = False, draws: int = DRAWS) -> dict:
+def predicted(name: str, as_published: bool = False, draws: int = DRAWS, steps_a_call: int | None = None) -> dict:
     """{rows: {"ms": {host latency: …}, "ms_free": …, "ms_dear": …, "hbm_gb": …, "hbm_busy": …}} of a variant; free and dear: if messages
-    beyond the seventh of an exchange cost nothing, or as much as the first seven."""
+    beyond the seventh of an exchange cost nothing, or as much as the first seven. steps_a_call: in place of the kernel's own."""
     schedule_name, context, options = VARIANTS[name]
     schedule, target = load(schedule_name), load_target(CHIP)
     if as_published:
         options = {k: v for k, v in options.items() if k != "identical"}
     else:
         options = {**options, "position": context - 1}
+    if steps_a_call is not None:
+        options = {**options, "dispatch": sum(call_seconds(target, steps_a_call).values())}
     crosses = "host" in schedule.text["mesh"]
     out = {}
     for rows in schedule.text["rows"]:
@@ -111,9 +115,10 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("names", nargs="*", choices=[*VARIANTS, []], help="none: all")
     asked.add_argument("--as-published", action="store_true", help="on the terms of the published measurements")
+    asked.add_argument("--steps", type=int, metavar="N", help="that one call decodes; the kernel's own if not given")
     asked.add_argument("--json", action="store_true")
     asked = asked.parse_args()
-    found = {name: predicted(name, asked.as_published) for name in asked.names or VARIANTS}
+    found = {name: predicted(name, asked.as_published, steps_a_call=asked.steps) for name in asked.names or VARIANTS}
     if asked.json:
         print(json.dumps(found, indent=1))
         return

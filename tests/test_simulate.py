@@ -148,6 +148,27 @@ def test_a_prediction_adds_up(plan, rows):
     assert found.budget["dispatch"] == pytest.approx(plan.target.host_dispatch_s * 1e6)
 
 
+@pytest.mark.parametrize("steps", [2, 16])
+def test_a_call_of_several_steps_shares_its_dispatch(qwen_plan, steps):
+    """All else is as in a call of one: barrier, priming, layers."""
+    target = qwen_plan.target
+    one, many = (predict(qwen_plan, 1, draws=50, steps_a_call=n) for n in (1, steps))
+    rest = [{what: us for what, us in p.budget.items() if what not in ("dispatch", "loop")} for p in (one, many)]
+    assert rest[0] == pytest.approx(rest[1]) and "loop" not in one.budget
+    assert many.budget["dispatch"] == pytest.approx(target.host_dispatch_s / steps * 1e6)
+    assert many.budget["loop"] == pytest.approx(target.loop_trip_s * 1e6)
+    gain = target.host_dispatch_s * (1 - 1 / steps) - target.loop_trip_s
+    assert one.predicted_ms - many.predicted_ms == pytest.approx(gain * 1e3) and gain > 0
+    assert many.tokens_per_s == pytest.approx(1e3 / many.predicted_ms) and (one.steps_a_call, many.steps_a_call) == (1, steps)
+    assert target.mark("loop_trip_s") == "assumed"
+
+
+def test_more_steps_a_call_than_positions(qwen_plan):
+    positions = qwen_plan.spec.build.context
+    with pytest.raises(MkgenError, match=f"{positions + 1} steps a call; a row has {positions} positions"):
+        predict(qwen_plan, 1, steps_a_call=positions + 1)
+
+
 def test_faster_parts_make_no_slower_step(plan):
     _, (events,) = events_of(plan, 8)
     base = replay(events, plan.target).seconds
@@ -203,6 +224,11 @@ def test_the_command():
     assert sum(found["budget"].values()) == pytest.approx(found["predicted_ms"] * 1e3)
     text = CliRunner().invoke(main, ["simulate", QWEN, "--rows", "1", "--draws", "40"]).output
     assert "what would change it" in text and "where the step goes" in text and "verdict of the checker: pass" in text
+    assert found["steps_a_call"] == 1 and "loop" not in found["budget"] and "a call" not in text
+    several = ["simulate", QWEN, "--rows", "1", "--draws", "40", "--no-sensitivity", "--steps", "16"]
+    found = json.loads(CliRunner().invoke(main, [*several, "--json"]).output)
+    assert found["steps_a_call"] == 16 and found["budget"]["loop"] > found["budget"]["dispatch"] > 0
+    assert "16 steps a call" in " ".join(CliRunner().invoke(main, several).output.split())
 
 
 def test_the_profile_command():

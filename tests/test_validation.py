@@ -47,6 +47,13 @@ def test_phases_and_exchanges_of_the_page_come_out_again():
             assert (use == "**fit**") == (entry["use"] == "fit")
 
 
+def test_both_sides_bear_a_call_alike():
+    """The schedules' own terms are 16 and 64 steps a call, without the loop's trip; asked for, they are mkgen's."""
+    own, one, many = (predicted("qwen38_27b", steps_a_call=n)[1]["ms"]["1.0"] for n in (None, 1, 16))
+    assert one - own == pytest.approx(TARGET.host_dispatch_s * 15 / 16 * 1e3, abs=2e-4)
+    assert many - own == pytest.approx(TARGET.loop_trip_s * 1e3, abs=2e-4)
+
+
 def test_steps_of_the_page_come_out_again():
     shown = page_rows("Steps")
     for entry in published()["steps"]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import click
 
-from mkgen.cli_base import Asked, finish, spec_options
+from mkgen.cli_base import Asked, finish, spec_options, steps_option
 
 
 class Scales(click.ParamType):
@@ -42,11 +42,12 @@ def profile(asked: Asked) -> None:
               "the whole context if not given.")
 @click.option("--host-latency", type=Scales(), default="1.0", metavar="X[,X...]", show_default=True,
               help="What exchanges between hosts take of the latency within one: nothing is published.")
+@steps_option
 @click.option("--identical", is_flag=True, help="All rows hold the same tokens and choose the same experts.")
 @click.option("--seed", default=0, show_default=True, help="Of the draws of experts.")
 @click.option("--draws", default=1000, show_default=True, type=click.IntRange(min=1), help="Routing layers to draw at the least.")
 @click.option("--sensitivity/--no-sensitivity", "probe", default=True, help="Whether to ask what more bandwidth, less latency and more slots would give.")
-def simulate(asked: Asked, at: int | None, host_latency: tuple[float, ...], identical: bool, seed: int, draws: int, probe: bool) -> None:
+def simulate(asked: Asked, at: int | None, host_latency: tuple[float, ...], steps: int, identical: bool, seed: int, draws: int, probe: bool) -> None:
     """Predict a step's time on the chip, and say where it goes. No speed without the checker's verdict beside it."""
     made = asked.plan()
     from mkgen.check import check_plan
@@ -54,7 +55,7 @@ def simulate(asked: Asked, at: int | None, host_latency: tuple[float, ...], iden
     from mkgen.simulate.draws import IDENTICAL, ROWS
     from mkgen.simulate.predict import predict, sensitivity
     findings = list(check_plan(made))
-    terms = {"context": at, "seed": seed, "tokens": IDENTICAL if identical else ROWS}
+    terms = {"context": at, "seed": seed, "tokens": IDENTICAL if identical else ROWS, "steps_a_call": steps}
     found = {(rows, scale): predict(made, rows, draws=draws, host_latency=scale, **terms) for rows in made.spec.build.rows for scale in host_latency}
     probes = {rows: sensitivity(made, rows, host_latency=host_latency[0], **terms) for rows in made.spec.build.rows} if probe else {}
     show.simulated(made, found, probes, findings, asked.json)

@@ -74,7 +74,8 @@ def simulated(made: Plan, found: dict[tuple[int, float], Prediction], probes: di
                 out.print(section)
     out.print()
     one = next(iter(found.values()))
-    out.print(f"terms: {one.tokens} rows at context {one.context}, uniform routing, {one.draws:,} layers drawn, each waits for its busiest rank; predicted, not measured")
+    call = f", {one.steps_a_call} steps a call" if one.steps_a_call > 1 else ""
+    out.print(f"terms: {one.tokens} rows at context {one.context}{call}, uniform routing, {one.draws:,} layers drawn, each waits for its busiest rank; predicted, not measured")
     out.print("verdict of the checker:", show.coloured(word))
 
 
@@ -129,7 +130,7 @@ def one(p: Prediction, scale: float, probes: dict | None) -> dict[str, Any]:
     return {
         "rows": p.rows, "context": p.context, "tokens": p.tokens, "host_latency": scale, "predicted_ms": p.predicted_ms, "spread_ms": p.spread_ms,
         "floor_ms": p.floor_ms, "tokens_per_s": p.tokens_per_s, "hbm_busy": p.hbm_busy, "hbm_bytes": p.hbm_bytes, "experts": p.experts,
-        "steps": p.steps, "draws": p.draws, "budget": p.budget,
+        "steps": p.steps, "steps_a_call": p.steps_a_call, "draws": p.draws, "budget": p.budget,
         "kinds": [{"name": k.name, "role": k.role, "times": k.times, "us": k.us, "work_us": k.work_us, "wait_us": k.wait_us} for k in p.kinds],
         "waits": [{"region": region, "op": op, "for": what, "us": us} for (region, op, what), us in p.waits.items()],
         **({"sensitivity": probes} if probes else {}),

@@ -61,7 +61,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Pause:
-    """Time that is neither work nor a wait for a copy: dispatch of the call, the barrier."""
+    """Time that is neither work nor a wait for a copy: dispatch of the call, the loop that it runs."""
     where: Where
     seconds: float
     why: str

@@ -20,9 +20,10 @@ from mkgen.plan.tape import ROW_BYTES
 from mkgen.profile import PRIMING, PROLOGUE, Profile
 from mkgen.profile.pieces import Exchange, Fork, Item, Run, Turn
 from mkgen.simulate.events import Await, Event, Fetch, Pause, Receive, Send, Where, Work
+from mkgen.targets import Target
 
 TAPE, EXPERTS, CACHE, STATES, EMBEDDING = "tape", "experts", "cache", "states", "embedding"
-DISPATCH, BARRIER = "dispatch", "barrier"
+DISPATCH, LOOP, BARRIER = "dispatch", "loop", "barrier"
 SIGNAL_BYTES = 4                         # of a barrier's message
 INSIDE = {                               # (template, macro) -> trips of the loops in its text, one after another
     ("experts", "take_rest"): ("m.expert_count[0] - min(m.expert_count[0], FIRST_EXPERTS)",),
@@ -39,6 +40,11 @@ class Recorded:
     chunk: int | None = None
 
 
+def call_seconds(target: Target, steps: int) -> dict[str, float]:
+    """What a step bears of its call, if that decodes `steps`: its share of the host's dispatch, and its trip of the program's loop."""
+    return {DISPATCH: target.host_dispatch_s} if steps == 1 else {DISPATCH: target.host_dispatch_s / steps, LOOP: target.loop_trip_s}
+
+
 def expand(plan: Plan, rows: int, *, cycles: Profile, experts: Sequence[int] = (), position: int | None = None) -> list[Event]:
     """The events of a step of `rows` active rows.
 
@@ -50,8 +56,8 @@ def expand(plan: Plan, rows: int, *, cycles: Profile, experts: Sequence[int] = (
 class Expansion:
     """Events of steps of one plan, variant and position; several steps share what they have in common."""
 
-    def __init__(self, plan: Plan, rows: int, cycles: Profile, position: int | None = None):
-        self.plan, self.rows, self.profile = plan, rows, cycles
+    def __init__(self, plan: Plan, rows: int, cycles: Profile, position: int | None = None, steps_a_call: int = 1):
+        self.plan, self.rows, self.profile, self.steps_a_call = plan, rows, cycles, steps_a_call
         self.position = plan.spec.build.context - 1 if position is None else position
         self.table = plan.chunk_table().tolist()
         self.facts = plan.fact_table().reshape(-1, len(plan.fact_names)).tolist()
@@ -87,9 +93,9 @@ class Expansion:
     # -- the ends of the step -------------------------------------------------------------------------------------------
 
     def prologue(self) -> list[Event]:
-        """Dispatch, the barrier of all ranks, the ring's first copies, the tables of the step."""
-        plan, out = self.plan, []
-        out.append(Pause(Where(None, PROLOGUE, DISPATCH), plan.target.host_dispatch_s, DISPATCH))
+        """Dispatch, the barrier of all ranks, the ring's first copies, the tables of the step: each step's, but for the dispatch."""
+        plan = self.plan
+        out = [Pause(Where(None, PROLOGUE, why), seconds, why) for why, seconds in call_seconds(plan.target, self.steps_a_call).items()]
         for piece in self.profile.prologue:
             where = Where(None, PROLOGUE, piece.op)
             cost = self.profile.of(piece)

@@ -59,11 +59,13 @@ class Prediction:
     waits: dict[tuple[str, str, str], float]
     timeline: Timeline                   # of the first step
     events: tuple[Event, ...]            # likewise
+    steps_a_call: int = 1                # that the host dispatches at once
 
 
 def predict(plan: Plan, rows: int, *, context: int | None = None, seed: int = 0, draws: int = DRAWS, tokens: str = ROWS,
-            host_latency: float = 1.0, profile: Profile | None = None) -> Prediction:
+            host_latency: float = 1.0, steps_a_call: int = 1, profile: Profile | None = None) -> Prediction:
     """Simulates as many steps as have `draws` routing layers, on `rows` active rows at the last position of `context`.
+    steps_a_call: each is one of so many that the host dispatches at once, all at that position.
 
     Raises `MkgenError` (`NotProfiled`) if the compiler refuses a piece."""
     build = plan.spec.build
@@ -71,8 +73,10 @@ def predict(plan: Plan, rows: int, *, context: int | None = None, seed: int = 0,
     if rows not in build.rows or not 1 <= context <= build.context:
         raise MkgenError(f"{plan.spec.path}: rows {rows} at context {context}; the plan has rows {', '.join(map(str, build.rows))} and context {build.context}"
                          f"\n  fix: --set build.context={context}, or another --rows")
+    if not 1 <= steps_a_call <= build.context:
+        raise MkgenError(f"{plan.spec.path}: {steps_a_call} steps a call; a row has {build.context} positions\n  fix: --steps of at most that many")
     profile = profile or profile_plan(plan, rows)
-    expansion = Expansion(plan, rows, profile, context - 1)
+    expansion = Expansion(plan, rows, profile, context - 1, steps_a_call)
     counts = draw_experts(plan, rows, steps_for(plan, draws), seed, tokens)
     kept: tuple[tuple[Event, ...], Timeline] | None = None
     totals = Totals()
@@ -81,7 +85,7 @@ def predict(plan: Plan, rows: int, *, context: int | None = None, seed: int = 0,
         timeline = replay(events, plan.target, host_latency=host_latency)
         kept = kept or (tuple(events), timeline)
         totals.add(timeline)
-    return totals.prediction(plan, rows, context, tokens, counts, *kept)
+    return replace(totals.prediction(plan, rows, context, tokens, counts, *kept), steps_a_call=steps_a_call)
 
 
 class Totals:
@@ -135,13 +139,13 @@ def floor_seconds(plan: Plan, rows: int, events: tuple[Event, ...]) -> float:
 # -- what if ------------------------------------------------------------------------------------------------------------
 
 def sensitivity(plan: Plan, rows: int, *, context: int | None = None, seed: int = 0, tokens: str = ROWS,
-                host_latency: float = 1.0) -> dict[str, float | str]:
+                host_latency: float = 1.0, steps_a_call: int = 1) -> dict[str, float | str]:
     """What -> change of the step in microseconds, on the same draws; or why it cannot be had. Slots: beside this variant alone."""
     context = plan.spec.build.context if context is None else context
     counts = draw_experts(plan, rows, PROBES, seed, tokens)
 
     def mean(made: Plan, change=lambda events: events, **scales) -> float:
-        expansion = Expansion(made, rows, profile_plan(made, rows), context - 1)
+        expansion = Expansion(made, rows, profile_plan(made, rows), context - 1, steps_a_call)
         return sum(replay(change(expansion.step(c.tolist())), made.target, **({"host_latency": host_latency} | scales)).seconds
                    for c in counts) / len(counts) * US
 

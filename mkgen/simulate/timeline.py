@@ -11,7 +11,7 @@ class Span:
     """One stretch of time, in seconds from the start of the step.
 
     track: core (it computes), wait (it waits: `what` says for which copy or exchange), hbm (a copy, from its start to its
-    arrival), link (a phase of an exchange, from its sends to its last message), pause (dispatch, barrier).
+    arrival), link (a phase of an exchange, from its sends to its last message), pause (dispatch, loop).
     served: hbm only, seconds that the memory alone would take for these bytes; the rest is queueing behind other copies."""
     track: str
     begin: float

@@ -54,7 +54,8 @@ class Target:
     exchange_message_s: float                    # each of the first 7 messages
     exchange_further_message_s: float            # each of the others
     exchange_bytes_per_s: float
-    host_dispatch_s: float
+    host_dispatch_s: float                       # of a call, however many steps it decodes
+    loop_trip_s: float                           # of a step in a call of several, beside the kernel
     mxus_per_core: int
     mxu_shape: tuple[int, int]                   # rows (K), columns (N) of one weight tile
     mxu_push_cycles: dict[str, int]              # weight type -> cycles to push one tile
