@@ -147,7 +147,7 @@ DAMAGE = {
         "slot, width = lax.rem(i + 1, EXPERT_SLOTS)",
         "code flight",
     ),
-    "wrong slot of a tile": ("lib/attention.py.j2", "lax.rem(i, KV_SLOTS)", "lax.rem(i + 1, KV_SLOTS)", "code flight"),
+    "wrong slot of a tile": ("lib/attention.py.j2", "lax.rem(at, KV_SLOTS)", "lax.rem(at + 1, KV_SLOTS)", "code flight"),
     "semaphores not by half": (
         "lib/collectives.py.j2",
         "m.arrived.at[here, stage.number]",

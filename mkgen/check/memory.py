@@ -136,15 +136,15 @@ def check_smem(plan: Plan, rows: int, report: Report) -> None:
             for d in b.dims(rows):
                 n *= d
             words[b.name] = n
-    tile, batch = plan.spec.build.kv_tile, max(1, plan.spec.build.kv_slots // 2)
+    tile = plan.spec.build.kv_tile
     for sight in set(sights(plan).values()):
-        items, (name, _) = rows * sight.most_tiles(plan.spec.build.context, tile) + batch - 1, sight.tables
+        items, (name, _) = rows * sight.most_tiles(plan.spec.build.context, tile), sight.tables
         if words.get(name, items) < items:
             report.add(
                 "memory",
                 f"SMEM, {name}, {rows} rows",
                 f"{words[name]} entries",
-                f"rows that see the most list {items}, the filling of a batch with them",
+                f"rows that see the most list {items}",
             )
     total = sum(-(-4 * n // SMEM_ALIGN) * SMEM_ALIGN for n in words.values())
     if total > plan.target.smem_bytes - SMEM_KEPT:

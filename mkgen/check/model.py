@@ -111,8 +111,8 @@ class Model:
             names = [n for n in sight.tables if n in self.refs]
             for name in names:
                 setattr(m, name, Table(name, [None] * self.refs[name].dims[0]))
-            items, count = kv_items(scenario, self.constants["KV_TILE"], self.constants["KV_BATCH"], sight)
-            for name, values in zip(names, (items, [count])):
+            items = kv_items(scenario, self.constants["KV_TILE"], sight)
+            for name, values in zip(names, (items, [len(items)])):
                 for i, value in enumerate(values):
                     getattr(m, name).put(i, value)
         return m

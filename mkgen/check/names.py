@@ -39,7 +39,7 @@ def constants(plan: Plan) -> dict[str, int]:
         "VOCAB_RUN": -(-model.vocab // plan.mesh.ranks),
         "KV_TILE": build.kv_tile,
         "KV_SLOTS": build.kv_slots,
-        "KV_BATCH": max(1, build.kv_slots // 2),
+        "KV_BATCH": max(1, min(build.kv_batch, build.kv_slots // 2, max(build.rows) * (build.context // build.kv_tile))),
         "EXPERT_SLOTS": build.expert_slots,
         "FIRST_EXPERTS": build.first_experts,
     }
@@ -51,15 +51,11 @@ def constants(plan: Plan) -> dict[str, int]:
 def namespace(plan: Plan, here: SimpleNamespace) -> dict:
     """Globals for the plan's source text. `here.rank`: the rank that runs it, read at every use."""
     known = constants(plan)
-    tile, run = known["KV_TILE"], known["VOCAB_RUN"]
+    run = known["VOCAB_RUN"]
 
     def kv_item(items, i):
         item = items[i]
         return item >> 16, item & 0xFFFF
-
-    def kv_last(m, kv, i):
-        row, at = kv_item(kv.items, i)
-        return m.positions[row] - at * tile
 
     def vocab_index(m, row):
         return m.tokens[row] - here.rank * run
@@ -80,11 +76,10 @@ def namespace(plan: Plan, here: SimpleNamespace) -> dict:
         ),
         "pl": SimpleNamespace(ds=Run, multiple_of=multiple_of),
         "kv_item": kv_item,
-        "kv_last": kv_last,
+        "active_rows": lambda m: [row for row in range(m.rows) if m.positions[row] >= 0],
         "vocab_index": vocab_index,
         "embed_here": embed_here,
         "kv_row": lambda kv, i: kv_item(kv.items, i)[0],
-        "kv_newest": lambda m, kv, i: 0 <= kv_last(m, kv, i) < tile,
         "slice": slice,
         "min": min,
         "max": max,

@@ -10,7 +10,7 @@ from mkgen.check.model import Model
 from mkgen.check.refs import BadExpression
 from mkgen.check.scenario import Scenario
 from mkgen.check.spread import Spread
-from mkgen.check.steps import BINDS, PLAIN, TOUCHES, box_of, own_weights
+from mkgen.check.steps import PLAIN, TOUCHES, box_of, own_weights
 from mkgen.check.values import Ledger, Values
 from mkgen.plan.plan import Region
 from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait
@@ -157,9 +157,6 @@ class AbstractRun:
     def step(self, n: Step, scope: dict) -> None:
         where, key = self.where(n.op), (n.template, n.macro)
         try:
-            if key in BINDS:
-                name, text = BINDS[key]
-                scope[name] = self.text.value(text, scope)
             when = n.args.get("when")
             if isinstance(when, str) and not self.text.value(when, scope):
                 return

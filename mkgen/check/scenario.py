@@ -103,17 +103,14 @@ def sights(plan: Plan) -> dict[str, Sight]:
     return out
 
 
-def kv_items(scenario: Scenario, tile: int, batch: int, sight: Sight) -> tuple[list[int], int]:
-    """(items, count) as the kernel lists them: row << 16 | tile of the tiles that an active row sees, then a batch's filling."""
-    items: list[int] = []
-    count = 0
-    for row, position in enumerate(scenario.positions):
-        if position >= 0:
-            first = sight.oldest(position) // tile
-            tiles = position // tile + 1 - first
-            items[count:] = [row << 16 | t for t in range(first, first + tiles + batch - 1)]
-            count += tiles
-    return items, count
+def kv_items(scenario: Scenario, tile: int, sight: Sight) -> list[int]:
+    """row << 16 | tile of every tile with a token, older than its new one, that an active row sees, as the kernel lists them."""
+    return [
+        row << 16 | t
+        for row, position in enumerate(scenario.positions)
+        if position > 0
+        for t in range(sight.oldest(position) // tile, (position - 1) // tile + 1)
+    ]
 
 
 def expert_ids(count: int, local: int) -> list[int]:

@@ -28,11 +28,12 @@ class Touch:
 
 
 TOUCHES = {  # (template, macro): all others work in the scope that they stand in
-    ("attention", "append"): Touch(bind=(("row", "kv_row(kv, i)"),)),
-    ("attention", "attend"): Touch("i", "range(batch * KV_BATCH, (batch + 1) * KV_BATCH)", data="i < kv.count[0]"),
+    ("attention", "attend"): Touch(
+        "i", "range(batch * KV_BATCH, min((batch + 1) * KV_BATCH, kv.count[0]))", (("row", "kv_row(kv, i)"),)
+    ),
+    ("attention", "words"): Touch("row", "active_rows(m)"),
     ("ends", "embed"): Touch("row", "range(m.rows)", data="embed_here(m, row)"),
 }
-BINDS = {("attention", "item"): ("i", "batch * KV_BATCH + j")}  # names that a step leaves to the nodes behind it
 SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))  # buffer or suffix: slot = this name mod the slots
 OWN = ("expert_x", "expert_up", "expert_h", "expert_out")  # of an expert; with the kind behind, where kinds differ
 PLAIN = Touch()

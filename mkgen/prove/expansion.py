@@ -9,7 +9,6 @@ from mkgen.check.model import Model
 from mkgen.check.refs import BadExpression, View
 from mkgen.check.run import AbstractRun
 from mkgen.check.scenario import Scenario
-from mkgen.check.steps import BINDS
 from mkgen.check.values import Ledger
 from mkgen.plan.regions import Collective, Step
 
@@ -57,10 +56,6 @@ class Expansion(AbstractRun):
         self.events.append(Stage(n.part == "start", where, n.peers, n.message_bytes(self.model.rows)))
 
     def step(self, n: Step, scope: dict) -> None:
-        key = (n.template, n.macro)
-        if key in BINDS:
-            name, text = BINDS[key]
-            scope[name] = self.text.value(text, scope)
         when = n.args.get("when")
         if not isinstance(when, str) or self.text.value(when, scope):
             self.fill_tables(n, scope)

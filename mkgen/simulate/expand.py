@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from mkgen.check.model import Model, Text
 from mkgen.check.scenario import Scenario, tokens
 from mkgen.check.shorten import Short, control_texts
-from mkgen.check.steps import BINDS
 from mkgen.errors import MkgenError
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Loop, Start, Step, Wait
@@ -119,8 +118,8 @@ class Expansion:
             raise MkgenError(f"simulate: {loops} loops in front of the first region have trips that nothing says: {text}")
         sight = next(s for s in sorted(set(self.model.sights.values()), key=lambda s: -len(s.tables[0])) if f"m.{s.tables[0]}," in text)
         known = self.model.constants
-        tiles = self.position // known["KV_TILE"] + 1 - sight.oldest(self.position) // known["KV_TILE"]
-        return [tiles + known["KV_BATCH"] - 1] * loops
+        tile = known["KV_TILE"]
+        return [-(-self.position // tile) - sight.oldest(self.position) // tile] * loops
 
     def tape(self, where: Where, g: int) -> Fetch:
         return Fetch(where, (TAPE, g), self.table[2 * g + 1] * ROW_BYTES, TAPE)
@@ -214,9 +213,6 @@ class Walk:
                 self.copy(w, op, scope)
         asked, trips = [], []
         for n in item.steps:
-            if (n.template, n.macro) in BINDS:
-                name, text = BINDS[n.template, n.macro]
-                scope[name] = self.value(text, scope)
             asked.append(self.holds(n.args.get("when") if isinstance(n.args.get("when"), str) else None, scope))
             self.tables(n)
             trips += [self.value(t, scope) for t in INSIDE.get((n.template, n.macro), ())]

@@ -97,7 +97,8 @@ class Build:
     kv_tile: int = 256                           # tokens in one tile of a positional cache
     ring_depth: int = 12
     expert_slots: int = 4
-    kv_slots: int = 8
+    kv_slots: int = 16
+    kv_batch: int = 8                            # tiles that are computed at a time
     hold_refills: bool = False                   # of the ring, from the router on until a layer's first experts are on their way
     reduce: dict[str, str] = field(default_factory=dict)       # sum over the ranks, or 'rest' -> auto | scatter | groups of ranks, see exchanges.py
     gather: str = "auto"                         # groups of ranks, innermost first: 'chip_core host'
@@ -105,6 +106,11 @@ class Build:
     wire: Literal["f32", "bf16"] = "f32"         # what sums over the ranks travel as
     add: Literal["auto", "runs", "whole"] = "auto"             # what is added to split columns: each rank's run of the sum, or all of it
     spill_kib: int = 2816                        # VMEM left to the compiler
+
+    @property
+    def tiles_at_once(self) -> int:
+        """kv_batch, or what is left of it: while half of the slots is computed, the other half is filled."""
+        return max(1, min(self.kv_batch, self.kv_slots // 2, max(self.rows) * self.context // self.kv_tile))
 
     @property
     def ranks(self) -> int:

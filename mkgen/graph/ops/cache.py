@@ -55,13 +55,15 @@ def open_cache(b, op: Op, lanes: Lanes, scale: str, seen: Seen = Seen(), **more:
     groups = (lanes.groups,) if lanes.groups > 1 else ()
     b.buffer(f"{name}_tiles", (slots, blocks, tile // 2, 128), "u32", "tiles of the cache, one a slot")
     b.buffer(f"{name}_token", (blocks, 8, 128), "u32", "the new token of each row")
+    b.buffer(f"{name}_old", ("rows", blocks, 1, 128), "u32", "the words that it goes into, as the tiles have them")
     b.buffer(f"{name}_word", ("rows", blocks, 1, 128), "u32", "its words, to be written back")
     b.buffer(f"{name}_queries", (8, *groups, lanes.rows, len(lanes.keys) * 128), b.build.activations, "queries")
+    b.buffer(f"{name}_softmax", (2, 8, lanes.groups * lanes.rows, 128), "f32", "largest score and sum of weights so far, each in all lanes")
     b.buffer(f"{name}_mixed", (8, lanes.groups * lanes.rows, len(lanes.values) * 128), "f32", "weighed values")
     b.semaphores(f"{name}_tile_sem", (slots,), "one a tile slot")
     b.semaphores(f"{name}_word_sem", ("rows",), "new words out")
     most = b.max_rows * seen.tiles(b.build.context, tile)
-    b.buffer(items, (most + slots // 2 - 1,), "i32", "row << 16 | tile of every tile to be read", space="smem")
+    b.buffer(items, (most,), "i32", "row << 16 | tile of every tile to be read", space="smem")
     b.buffer(count, (1,), "i32", "how many", space="smem")
     b.transfer(f"{name}_tile_copy", ("m", "index", "i"), f"{cache}.at[index, row, :, pl.ds(first, KV_TILE // 2), :]",
                f"m.{name}_tiles.at[slot]", f"m.{name}_tile_sem.at[slot]", blocks * tile // 2 * 512, "Tile of item i, into its slot.",
@@ -71,27 +73,26 @@ def open_cache(b, op: Op, lanes: Lanes, scale: str, seen: Seen = Seen(), **more:
                f"{cache}.at[index, row, :, pl.ds(m.positions[row] >> 1, 1), :]", f"m.{name}_word_sem.at[row]", blocks * 512,
                "The words of the row's new token, back into the cache.", reads=(f"{name}_word",), writes=(cache[2:],))
     b.start_early_loop(f"{name}_tile_copy", "i", f"jnp.minimum(m.{count}[0], KV_SLOTS)", "m", "index", "i", bound=slots)
-    b.step(op, "attention", "cache", writes=(f"{name}_mixed",), name=name, items=items, keys=lanes.keys, values=lanes.values,
+    b.step(op, "attention", "cache", name=name, items=items, count=count, keys=lanes.keys, values=lanes.values,
            scale=scale, more=({"groups": str(lanes.groups)} if lanes.groups > 1 else {}) | seen.texts() | more)
     return name
 
 
 def attend(b, op: Op, name: str, seen: Seen = Seen(), reads: tuple[str, ...] = ()) -> None:
-    """The loop over all tiles: wait, append the new token where it falls, compute, refill the slots. reads: what the computing
-    reads besides."""
-    batch, count, most = b.build.kv_slots // 2, f"m.kv_count{seen.name}[0]", seen.tiles(b.build.context, b.build.kv_tile)
-    trips = f"lax.div({count} + KV_BATCH - 1, KV_BATCH)"
+    """The loop over all tiles: wait, compute, refill the slots of the batch that is done with. reads: what the computing reads besides."""
+    count, most = f"m.kv_count{seen.name}[0]", seen.tiles(b.build.context, b.build.kv_tile)
+    batch, state = b.build.tiles_at_once, tuple(f"{name}_{part}" for part in ("softmax", "mixed"))
+    b.step(op, "attention", "begin", reads=(f"{name}_queries", f"{name}_token", *reads), writes=(*state, f"{name}_old"))
     b.close()
-    with b.loop(f"{name}_batch", "batch", trips, carry="running", init="empty_softmax(kv)",
-                bound=b.max_rows * most // batch + b.max_rows):
+    with b.loop(f"{name}_batch", "batch", f"lax.div({count} + KV_BATCH - 1, KV_BATCH)", bound=-(-b.max_rows * most // batch)):
         with b.loop("", "j", "KV_BATCH", unroll=True):
-            b.step(op, "attention", "item")
-            b.wait(f"{name}_tile_copy", "m", "index", "i", when=f"i < {count}")
-            b.step(op, "attention", "append", reads=(f"{name}_tiles", f"{name}_token"), writes=(f"{name}_tiles", f"{name}_word"),
-                   when="kv_newest(m, kv, i)")
-            b.start(f"{name}_word_copy", "m", "index", "kv_row(kv, i)", when="kv_newest(m, kv, i)")
-        b.step(op, "attention", "attend", reads=(f"{name}_tiles", f"{name}_queries", *reads), writes=(f"{name}_mixed",))
-        with b.loop("", "j", "KV_BATCH", unroll=True):
-            b.step(op, "attention", "item")
-            b.start(f"{name}_tile_copy", "m", "index", "i + KV_SLOTS", when=f"i + KV_SLOTS < {count}")
+            b.wait(f"{name}_tile_copy", "m", "index", "batch * KV_BATCH + j", when=f"batch * KV_BATCH + j < {count}")
+        b.step(op, "attention", "attend", reads=(*state, f"{name}_tiles", f"{name}_queries"), writes=(*state, f"{name}_old"))
+        if b.build.kv_slots < b.max_rows * most:
+            with b.loop("", "j", "KV_BATCH", unroll=True):
+                i = "batch * KV_BATCH + j + KV_SLOTS"
+                b.start(f"{name}_tile_copy", "m", "index", i, when=f"{i} < {count}")
+    b.step(op, "attention", "words", reads=(f"{name}_token", f"{name}_old"), writes=(f"{name}_word",))
+    with b.loop(f"{name}_words", "row", "m.rows"):
+        b.start(f"{name}_word_copy", "m", "index", "row", when="m.positions[row] >= 0")
     b.wait_late(f"{name}_word_copy", "m", "index", "row", when="m.positions[row] >= 0", rows=True)

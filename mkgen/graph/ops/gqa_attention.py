@@ -109,5 +109,5 @@ class GqaAttention(Op):
         b.step(self, "gqa", "gqa_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "f32"), k=b.read(self.k, "f32"),
                v=b.read(self.v, "f32"), head_dim=self.head_dim, value_dim=self.value_dim, size=groups.size)
         attend(b, self, name, self.seen, (f"{name}_sinks",) if self.sinks is not None else ())
-        b.step(self, "gqa", "gqa_output", reads=(f"{name}_mixed",), o=b.write(self.o), heads=heads, kv_heads=kv_heads,
+        b.step(self, "gqa", "gqa_output", reads=(f"{name}_softmax", f"{name}_mixed"), o=b.write(self.o), heads=heads, kv_heads=kv_heads,
                first=groups.size * self.head_dim % 128, value_dim=self.value_dim, size=groups.size, scale=self.value_scale)

@@ -86,4 +86,4 @@ class MlaAttention(Op):
         o, kinds = b.write(self.o), (op for sub in b.memory.graph.sublayers() for op in sub.ops if isinstance(op, MlaAttention))
         odd = any(op.v_dim % 128 for op in kinds)                             # the helper is simpler where heads fill panels
         for block in b.head_columns(self.v_up):
-            b.step(self, "mla", "mla_output", reads=(f"{name}_mixed",), o=o, heads=heads, odd=odd, **block)
+            b.step(self, "mla", "mla_output", reads=(f"{name}_softmax", f"{name}_mixed"), o=o, heads=heads, odd=odd, **block)
