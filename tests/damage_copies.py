@@ -91,7 +91,7 @@ def wait_for_another_index(plan, r):
 
 def batched(plan: Plan, n: Start | Wait) -> bool:
     """Not a wait for a tile that is computed alone: there every item of a batch is a tile."""
-    return plan.spec.build.kv_slots > 3 or "i < " not in n.when
+    return plan.spec.build.tiles_at_once > 1 or "KV_BATCH + j < " not in n.when
 
 
 @kind

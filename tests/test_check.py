@@ -338,7 +338,7 @@ def test_one_variant_only(mini_kimi):
 
 def test_damage_of_the_other_model_is_found(mini_qwen):
     """Attention alone: the tiles of the cache, started in a loop over data and refilled behind the batch."""
-    for hit in (is_start("tile_copy"), is_wait("tile_copy"), is_start("word_copy"), is_step("append"), is_step("item")):
+    for hit in (is_start("tile_copy"), is_wait("tile_copy"), is_start("word_copy"), is_step("attend"), is_step("words")):
         assert check_plan(damaged(mini_qwen, "attention", hit, nothing))
 
 
