@@ -411,46 +411,34 @@ def delta_rule(q, k, decay, v, beta, s, clean):
 # items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
 
 KV_TILE = 256  # tokens
-KV_SLOTS = 8  # tiles in VMEM: half computed on, half on their way
-KV_BATCH = 4
+KV_SLOTS = 16  # tiles in VMEM: half computed on, half on their way
+KV_BATCH = 8
 MASKED = -1e30  # finite: a tile whose tokens are all masked must not make NaN
 
 class Cache(NamedTuple):  # The VMEM side of one kind of cache.
     tiles: object  # u32 [KV_SLOTS, blocks, KV_TILE / 2, 128]
     token: object  # u32 [blocks, 8, 128]: the new token, in the high half
-    word: object  # u32 [rows, blocks, 1, 128]: the new token's words, to be written back
+    old: object  # u32 [rows, blocks, 1, 128]: the words that the new token goes into
+    word: object  # likewise, with the new token: to be written back
     queries: object  # [8, heads padded, features that are scored]
+    softmax: object  # f32 [2, 8, heads padded, 128]: largest score; sum of weights
     mixed: object  # f32 [8, heads padded, features that are summed]
     items: object  # the tiles to be read
+    count: object  # how many
     keys: tuple  # blocks that are scored
     values: tuple  # blocks that are summed
     scale: float
 
-def open_cache(m, name, items, keys, values, scale):
-    refs = (getattr(m, f"{name}_{part}") for part in ("tiles", "token", "word", "queries", "mixed"))
-    kv = Cache(*refs, items, keys, values, scale)
-    kv.mixed[...] = jnp.zeros_like(kv.mixed)  # inactive rows: o = 0
-    return kv
+def open_cache(m, name, items, count, keys, values, scale):
+    refs = (getattr(m, f"{name}_{part}") for part in Cache._fields[:7])
+    return Cache(*refs, items, count, keys, values, scale)
 
 def kv_item(items, i):
     """(row, tile) of item i."""
     return items[i] >> 16, items[i] & 0xFFFF
 
-def kv_row(kv, i):
-    return kv_item(kv.items, i)[0]
-
-def kv_last(m, kv, i):
-    """The row's newest token, counted from the start of item i's tile."""
-    return m.positions[kv_row(kv, i)] - kv_item(kv.items, i)[1] * KV_TILE
-
-def kv_newest(m, kv, i):
-    """Does the new token fall into item i's tile?"""
-    last = kv_last(m, kv, i)
-    return (last >= 0) & (last < KV_TILE)
-
 def list_kv_items(m, items, count):
-    """items: every tile that holds a token of an active row, row after row; count: how many.
-    More tiles, where no token counts, follow to fill a batch; the next row overwrites them."""
+    """items: every tile with a token that an active row has beside its new one, row after row."""
     total = jnp.int32(0)
     for row in range(m.rows):
 
@@ -458,9 +446,8 @@ def list_kv_items(m, items, count):
             items[base + tile] = (row << 16) | tile
             return base
 
-        tiles = lax.div(m.positions[row] + KV_TILE, KV_TILE)  # inactive (-1): 0
-        filled = jnp.where(tiles > 0, tiles + KV_BATCH - 1, 0)
-        total = lax.fori_loop(0, filled, put, total) + tiles
+        tiles = lax.div(m.positions[row] + KV_TILE - 1, KV_TILE)  # inactive (-1): 0
+        total = lax.fori_loop(0, tiles, put, total) + tiles
     count[0] = total
 
 def put_queries(kv, queries):
@@ -472,56 +459,68 @@ def put_token(kv, x):
     """The new token's features, f32 [8, blocks * 128]."""
     kv.token[...] = jnp.stack([bitcast(round_bf16(b), u32) for b in heads_of(x, LANES)])
 
-def append_token(m, kv, i):
-    """The new token into its tile, and its words into kv.word.
-    Its partner in the word is the token before it (odd position: kept) or not there yet (zero)."""
-    row, last = kv_row(kv, i), kv_last(m, kv, i)
-    odd = (last & 1) == 1  # KV_TILE is even
-    here = (lax.rem(i, KV_SLOTS), slice(None), pl.ds(last >> 1, 1), slice(None))
-    partner = kv.tiles[here] & jnp.where(odd, u32(0x0000FFFF), u32(0))
-    token = kv.token[:, pl.ds(row, 1), :]
-    word = partner | jnp.where(odd, token, token >> 16)
-    kv.tiles[here] = word
-    kv.word[row] = word
+def wide(parts):
+    return jnp.concatenate(parts, axis=-1)
 
-def read_tile(m, kv, i):
-    """(keys, values) of item i, bf16 [KV_TILE, lanes]; cleared beyond the newest token: 0 * NaN."""
-    last, words = kv_last(m, kv, i), kv.tiles[lax.rem(i, KV_SLOTS)]
-    low = 2 * lax.broadcasted_iota(i32, words.shape[1:], 0)
-    keep = jnp.where(low < last, u32(0xFFFFFFFF), jnp.where(low == last, u32(0xFFFF), u32(0)))
-    blocks = [bitcast(words[b] & keep, bf16) for b in range(words.shape[0])]
-    return [jnp.concatenate([blocks[b] for b in part], axis=1) for part in (kv.keys, kv.values)]
+def see_token(m, kv):
+    """A row's softmax begins with the new token itself; that of an inactive row mixes nothing."""
+    kv.old[...] = jnp.zeros_like(kv.old)
+    kv.softmax[1] = jnp.ones_like(kv.softmax[1])
+    kv.mixed[...] = jnp.zeros_like(kv.mixed)
+    for row in range(m.rows):
+        block = [bitcast(kv.token[b, row : row + 1], f32) for b in range(kv.token.shape[0])]
+        key, value = (wide([block[b] for b in part]) for part in (kv.keys, kv.values))
+        score = jnp.sum(kv.queries[row].astype(f32) * key, axis=1, keepdims=True) * kv.scale
+        kv.softmax[0, row] = jnp.broadcast_to(score, kv.softmax.shape[2:])
+        value = jnp.where(m.positions[row] >= 0, value, 0.0)
+        kv.mixed[row] = jnp.broadcast_to(value, kv.mixed.shape[1:])
 
-def softmax_tile(scores, last):
-    """Maximum and sum [heads, 1], weights [heads, KV_TILE], of one tile alone."""
+def own_words(m, kv):
+    """The words of the new tokens, each with the token before it or with none yet behind it."""
+    for row in range(m.rows):
+        odd, token = (m.positions[row] & 1) == 1, kv.token[:, row : row + 1]
+        kv.word[row] = jnp.where(odd, token | (kv.old[row] & u32(0xFFFF)), token >> 16)
+
+def kv_tile(m, kv, i):
+    """(row, slot, tokens before the new one, listed?) of item i or the nearest listed."""
+    at = jnp.clip(i, 0, kv.count[0] - 1)
+    row, tile = kv_item(kv.items, at)
+    return row, lax.rem(at, KV_SLOTS), m.positions[row] - tile * KV_TILE, at == i
+
+def score_tile(m, kv, i):
+    """f32 [heads padded, KV_TILE] of item i. Keeps the word that the new token may go into."""
+    row, slot, old, *_ = kv_tile(m, kv, i)
+    kv.old[row] = kv.tiles[slot, :, pl.ds(jnp.clip(old >> 1, 0, KV_TILE // 2 - 1), 1)]
+    return dot_t(kv.queries[row], wide([bitcast(kv.tiles[slot, b], bf16) for b in kv.keys]))
+
+def soften_tile(m, kv, i, scores):
+    """(what its row's earlier weights fade by, its own): they count from the largest score."""
+    row, _, old, listed = kv_tile(m, kv, i)
     token = lax.broadcasted_iota(i32, scores.shape, 1)
-    scores = jnp.where(token <= last, scores, MASKED)
-    top = jnp.max(scores, axis=1, keepdims=True)
-    weights = jnp.exp(scores - top)
-    return top, jnp.sum(weights, axis=1, keepdims=True), weights
+    scores = jnp.where(token < jnp.where(listed, old, 0), scores * kv.scale, MASKED)
+    before, total = kv.softmax[0, row], kv.softmax[1, row]
+    after = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    highest = wide([after] * -(-KV_TILE // LANES))[:, :KV_TILE]
+    weights, fade = jnp.exp(scores - highest), jnp.exp(before - after)
+    kv.softmax[0, row] = after
+    kv.softmax[1, row] = total * fade + jnp.sum(weights, axis=1, keepdims=True)
+    return fade, weights
 
-def empty_softmax(kv):
-    """(maximum, sum, weighed values) of no token."""
-    return (*[jnp.zeros((kv.mixed.shape[1], 1), f32)] * 2, jnp.zeros(kv.mixed.shape[1:], f32))
+def mix_tile(m, kv, i, fade, weights):
+    """The tile's part of its row's result. Values beyond the old tokens are cleared: 0 * NaN."""
+    row, slot, old, *_ = kv_tile(m, kv, i)
+    low = 2 * lax.broadcasted_iota(i32, (KV_TILE // 2, LANES), 0)
+    keep = jnp.where(low + 1 < old, u32(0xFFFFFFFF), jnp.where(low < old, u32(0xFFFF), u32(0)))
+    mixed = dot(weights, wide([bitcast(kv.tiles[slot, b] & keep, bf16) for b in kv.values]))
+    kv.mixed[row] = kv.mixed[row] * wide([fade] * len(kv.values)) + mixed
 
-def attend_batch(m, kv, first, running):
-    """KV_BATCH independent tiles, then the online softmax over them in order.
-    Stage by stage: one tile after another, each would wait for the MXU and for its maximum. A
-    row's last tile leaves the result in kv.mixed."""
-    items = [first + j for j in range(KV_BATCH)]
-    tiles = [read_tile(m, kv, i) for i in items]
-    queries = [kv.queries[kv_row(kv, i)] for i in items]
-    scores = [dot_t(q, t[0]) * kv.scale for q, t in zip(queries, tiles)]
-    parts = [softmax_tile(s, kv_last(m, kv, i)) for i, s in zip(items, scores)]
-    mixed = [dot(p[2], t[1]) for p, t in zip(parts, tiles)]
-    for i, (part_top, part_total, _), part in zip(items, parts, mixed):
-        row, tile = kv_item(kv.items, i)
-        before = jnp.where(tile == 0, -jnp.inf, running[0])  # a new row: forget the one before
-        top = jnp.maximum(before, part_top)
-        fade, gain = jnp.exp(before - top), jnp.exp(part_top - top)
-        running = (top, running[1] * fade + part_total * gain, running[2] * fade + part * gain)
-        kv.mixed[row] = running[2] / running[1]
-    return running
+def attend_batch(m, kv, batch):
+    """Stage by stage: one after another, each tile would wait for the MXU and its maximum."""
+    items = [batch * KV_BATCH + j for j in range(KV_BATCH)]
+    scores = [score_tile(m, kv, i) for i in items]
+    softened = [soften_tile(m, kv, i, s) for i, s in zip(items, scores)]
+    for i, parts in zip(items, softened):
+        mix_tile(m, kv, i, *parts)
 
 def mla_queries(kv, heads, k_up, nope_dim):
     """Query heads in the latent (q_nope k_up^T), beside their part for the shared key."""
@@ -534,7 +533,7 @@ def mla_queries(kv, heads, k_up, nope_dim):
 
 def mla_output(kv, v_up, first):
     """Mixed latents of the heads from `first` on, out of the latent: f32 [8, v_dim] a head."""
-    mixed = jnp.swapaxes(kv.mixed[...], 0, 1)
+    mixed = jnp.swapaxes(kv.mixed[...] / wide([kv.softmax[1]] * len(kv.values)), 0, 1)
     out = [dot(mixed[h][:, : w.shape[0]], w) for h, w in enumerate(v_up, first)]
     return jnp.concatenate(out, axis=1)
 
@@ -866,7 +865,7 @@ def mla_mixer(m, layer, index, g):
     # -- mla.q_b
     m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
-    kv = open_cache(m, "cache", m.kv_items, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5)
+    kv = open_cache(m, "cache", m.kv_items, m.kv_count, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5)
     g = next_chunk(m, g)  # k_up 0
     k_up = (panels(m, g, h * 256, 512, 128) for h in range(3))
     put_queries(kv, mla_queries(kv, heads_of(m.q_b_y[...], 192), k_up, 128))
@@ -874,23 +873,19 @@ def mla_mixer(m, layer, index, g):
     put_token(kv, pad_lanes(token, 640))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
+    see_token(m, kv)
 
-    def cache_batch(batch, running):
+    def cache_batch(batch, _):
         for j in range(KV_BATCH):
-            i = batch * KV_BATCH + j
-            pl.when(i < m.kv_count[0])(lambda: cache_tile_copy(m, index, i).wait())
-            pl.when(kv_newest(m, kv, i))(lambda: append_token(m, kv, i))
-            pl.when(kv_newest(m, kv, i))(lambda: cache_word_copy(m, index, kv_row(kv, i)).start())
-        running = attend_batch(m, kv, batch * KV_BATCH, running)
+            due = batch * KV_BATCH + j < m.kv_count[0]
+            pl.when(due)(lambda: cache_tile_copy(m, index, batch * KV_BATCH + j).wait())
+        attend_batch(m, kv, batch)
         for j in range(KV_BATCH):
-            i = batch * KV_BATCH + j
-            due = i + KV_SLOTS < m.kv_count[0]
-            pl.when(due)(lambda: cache_tile_copy(m, index, i + KV_SLOTS).start())
-        return running
-
-    lax.fori_loop(
-        0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, empty_softmax(kv)
-    )
+            due = batch * KV_BATCH + j + KV_SLOTS < m.kv_count[0]
+            pl.when(due)(lambda: cache_tile_copy(m, index, batch * KV_BATCH + j + KV_SLOTS).start())
+    lax.fori_loop(0, lax.div(m.kv_count[0] + KV_BATCH - 1, KV_BATCH), cache_batch, None)
+    own_words(m, kv)
+    each_active_row(m, lambda row: cache_word_copy(m, index, row).start())
     tape_copy(m, g).wait()  # v_up 0
     v_up = (panels(m, g, h * 256, 512, 128) for h in range(3))
     m.attended[...] = mla_output(kv, v_up, 0)
@@ -1156,14 +1151,20 @@ def places(rows):
         "q_latent": vmem((8, 1536), f32),  # rms norm
         "latent": vmem((8, 512), f32),  # rms norm
         "q_b_y": vmem((8, 576), f32),  # q, not rounded
-        "cache_tiles": vmem((8, 5, 128, 128), u32),  # tiles of the cache, one a slot
+        "cache_tiles": vmem((16, 5, 128, 128), u32),  # tiles of the cache, one a slot
         "cache_token": vmem((5, 8, 128), u32),  # the new token of each row
+        "cache_old": vmem(
+            (rows, 5, 1, 128), u32
+        ),  # the words that it goes into, as the tiles have them
         "cache_word": vmem((rows, 5, 1, 128), u32),  # its words, to be written back
         "cache_queries": vmem((8, 8, 640), f32),  # queries
+        "cache_softmax": vmem(
+            (2, 8, 8, 128), f32
+        ),  # largest score and sum of weights so far, each in all lanes
         "cache_mixed": vmem((8, 8, 512), f32),  # weighed values
-        "cache_tile_sem": dma((8,)),  # one a tile slot
+        "cache_tile_sem": dma((16,)),  # one a tile slot
         "cache_word_sem": dma((rows,)),  # new words out
-        "kv_items": smem((131,), i32),  # row << 16 | tile of every tile to be read
+        "kv_items": smem((128,), i32),  # row << 16 | tile of every tile to be read
         "kv_count": smem((1,), i32),  # how many
         "attended": vmem((8, 384), f32),  # mla attention
         "mla_gated": vmem((8, 384), f32),  # output gate
