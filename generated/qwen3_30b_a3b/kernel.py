@@ -381,24 +381,24 @@ def score_tile(m, kv, i):
     return dot_t(kv.queries[row], wide([bitcast(kv.tiles[slot, b], bf16) for b in kv.keys]))
 
 def soften_tile(m, kv, i, scores):
-    """(what its row's earlier weights fade by, its own): they count from the largest score."""
+    """(what its row's earlier weights fade by, sum of its own, its own): of the largest score."""
     row, _, old, listed = kv_tile(m, kv, i)
     token = lax.broadcasted_iota(i32, scores.shape, 1)
     scores = jnp.where(token < jnp.where(listed, old, 0), scores * kv.scale, MASKED)
-    before, total = kv.softmax[0, row], kv.softmax[1, row]
+    before = kv.softmax[0, row]
     after = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
     highest = wide([after] * -(-KV_TILE // LANES))[:, :KV_TILE]
     weights, fade = jnp.exp(scores - highest), jnp.exp(before - after)
     kv.softmax[0, row] = after
-    kv.softmax[1, row] = total * fade + jnp.sum(weights, axis=1, keepdims=True)
-    return fade, weights.astype(bf16)
+    return fade, jnp.sum(weights, axis=1, keepdims=True), weights.astype(bf16)
 
-def mix_tile(m, kv, i, fade, weights):
+def mix_tile(m, kv, i, fade, total, weights):
     """The tile's part of its row's result. Values beyond the old tokens are cleared: 0 * NaN."""
     row, slot, old, *_ = kv_tile(m, kv, i)
     low = 2 * lax.broadcasted_iota(i32, (KV_TILE // 2, LANES), 0)
     keep = jnp.where(low + 1 < old, u32(0xFFFFFFFF), jnp.where(low < old, u32(0xFFFF), u32(0)))
     mixed = dot(weights, wide([bitcast(kv.tiles[slot, b] & keep, bf16) for b in kv.values]))
+    kv.softmax[1, row] = kv.softmax[1, row] * fade + total
     kv.mixed[row] = kv.mixed[row] * wide([fade] * len(kv.values)) + mixed
 
 def attend_batch(m, kv, batch):
