@@ -91,6 +91,12 @@ def test_the_code_of_many_random_specs_does_what_their_plans_say():
     assert len(found) >= 40 and {s: f for s, f in found.items() if f} == {}
 
 
+STREAM_WAITS = "        for chunk in range(turn):\n            tape_copy(m, g + chunk).wait()\n"
+STREAM_USE = "            use(blocks.start + i * turn + chunk, g + chunk)\n"
+STREAM_USES = (
+    f"        for chunk in range(turn):\n{STREAM_USE}            if refills is None or chunk < refills:\n"
+    "                tape_copy(m, g + chunk + RING_DEPTH).start()\n"
+)
 INBOX_WAIT = "    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())\n"
 INBOX_WORDS = "[bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]"
 
@@ -99,18 +105,18 @@ DAMAGE = {
     "no collective id": ("kernel.py.j2", "{{ 0 if plan.stages else", "{{ none if plan.stages else", "code"),
     "wait of a chunk dropped": (
         "lib/tape.py.j2",
-        "        tape_copy(m, g).wait()\n        use(i, g)",
-        "        use(i, g)",
+        "            tape_copy(m, g + chunk).wait()\n",
+        "            pass\n",
         "code",
     ),
     "wait of the next chunk dropped": ("lib/tape.py.j2", "    tape_copy(m, g + 1).wait()\n", "", "code"),
     "wait behind the use": (
         "lib/tape.py.j2",
-        "        tape_copy(m, g).wait()\n        use(i, g)\n",
-        "        use(i, g)\n        tape_copy(m, g).wait()\n",
+        STREAM_WAITS + STREAM_USES,
+        STREAM_USES + STREAM_WAITS,
         "code flight",
     ),
-    "refill dropped": ("lib/tape.py.j2", "        if refill:\n", "        if False:\n", "code"),
+    "refill dropped": ("lib/tape.py.j2", "            if refills is None or chunk < refills:\n", "            if False:\n", "code"),
     "refill of the wrong chunk": (
         "lib/tape.py.j2",
         "tape_copy(m, g + RING_DEPTH).start()\n    tape_copy(m, g + 1)",
@@ -119,8 +125,8 @@ DAMAGE = {
     ),
     "refill before the use": (
         "lib/tape.py.j2",
-        "        use(i, g)\n        if refill:\n            tape_copy(m, g + RING_DEPTH).start()\n",
-        "        if refill:\n            tape_copy(m, g + RING_DEPTH).start()\n        use(i, g)\n",
+        STREAM_USES,
+        STREAM_USES.replace(STREAM_USE, "") + STREAM_USE,
         "code flight",
     ),
     "wrong slot of the ring": (

@@ -230,7 +230,7 @@ class AbstractRun:
         if entries is None:
             return
         for arg, name, row, rows, first in self.text.tape_reads(n):
-            block = None if first is None else first + scope.get("i", 0)
+            block = None if first is None else first + self.text.value(n.args.get("number", "0"), scope)
             for k, e in enumerate(entries):
                 if (e.row, e.rows) == (row, rows) and name in (None, e.name) and block in (None, e.block):
                     self.read.add(k)

@@ -7,7 +7,7 @@ from jinja2 import Environment
 
 from mkgen.emit.wrap import COLUMNS
 from mkgen.plan.plan import Plan, Region
-from mkgen.plan.regions import Advance, Collective, Loop, Node, Seq, Start, Step, Wait, advances, walk
+from mkgen.plan.regions import Advance, Collective, Loop, Node, Seq, Start, Step, Streamed, Wait, advances, streamed, walk
 
 INDENT = "    "
 ACTIVE = "m.positions[row] >= 0"
@@ -51,14 +51,6 @@ class Printer:
     def next_chunk(self, nodes: tuple[Node, ...]) -> bool:
         """Are these the refill of a slot, the step to the next chunk, and the wait for it?"""
         return list(nodes) == [REFILL, Advance(), ARRIVAL]
-
-    def streams(self, node: Loop) -> tuple[str, tuple[Node, ...]] | None:
-        """(last argument, steps) where each trip waits for a chunk, uses it, and perhaps refills its slot, and nothing else."""
-        for last, tail in (("", (REFILL, Advance())), (", refill=False", (Advance(),))):
-            steps = node.body[1:-len(tail)]
-            if node.body == (ARRIVAL, *steps, *tail) and all(isinstance(n, Step) for n in steps):
-                return last, steps
-        return None
 
     def round_trips(self, nodes: tuple[Node, ...]) -> int:
         """Nodes that one call stands for: a finish goes on with the starts and finishes of all further rounds."""
@@ -135,15 +127,15 @@ class Printer:
                 if all(len(line) <= COLUMNS for line in short):
                     return short
         head = self.heading(node, depth)
-        if found := self.streams(node):
-            last, steps = found
-            self.at += int(node.trips)
-            span = f"{node.first}, {node.first + int(node.trips)}" if node.first else node.trips
-            lines = ["", *head, f"{pad}def {node.name}({node.var}, g):", *self.nodes(steps, depth + 1), ""]
-            if node.first and lines[1 + len(head):] == self.printed:             # the rest of a matrix whose first blocks were streamed
-                lines = []
-            self.printed = lines[1 + len(head):]
-            return [*lines, f"{pad}g = stream(m, g, range({span}), {node.name}{last})"]
+        if found := streamed(node):
+            blocks = found.turns * found.turn
+            self.at += blocks
+            span = f"{found.first}, {found.first + blocks}" if found.first else blocks
+            more = (f", turn={found.turn}" if found.turn > 1 else "") + (f", refills={found.refills}" if found.refills < found.turn else "")
+            lines = self.block(node.name, found, depth)
+            again = found.first and lines == self.printed                        # further blocks of a matrix
+            self.printed = lines
+            return [*([] if again else ["", *head, *lines, ""]), f"{pad}g = stream(m, g, range({span}), {node.name}{more})"]
         carry = "g" if tape else node.carry or "_"
         body = self.nodes(node.body, depth + 1)
         last = [] if carry == "_" else [f"{pad}{INDENT}return {carry}"]
@@ -152,6 +144,10 @@ class Printer:
         call = f"lax.fori_loop(0, {node.trips}, {node.name}, {node.init or ('g' if tape else 'None')})"
         return ["", *head, f"{pad}def {node.name}({node.var}, {carry}):", *body, *last, "",
                 f"{pad}{'' if carry == '_' or not tape else 'g = '}{call}"]
+
+    def block(self, name: str, of: Streamed, depth: int) -> list[str]:
+        """The function of a block i of a matrix, which lies in chunk g."""
+        return [f"{INDENT * depth}def {name}(i, g):", *self.step(of.step, depth + 1)]
 
     def heading(self, node: Loop, depth: int) -> list[str]:
         """The comment that names the op of a loop's first step, in front of the loop."""

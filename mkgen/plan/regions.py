@@ -6,7 +6,7 @@ source over the names that the generated function has in scope: `m` (all refs), 
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Union
 
 
@@ -126,6 +126,31 @@ class Seq:
 
 
 Node = Union[Step, Start, Wait, Advance, Collective, Loop, Branch, Seq]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A loop that does nothing but multiply with blocks of a matrix, a chunk each. step: the first of a turn; first: its block in
+    the first turn; refills: of a turn's slots."""
+    step: Step
+    first: int
+    turns: int
+    turn: int
+    refills: int
+
+
+def streamed(loop: Loop) -> Streamed | None:
+    """Each turn waits for its chunks, then uses them one by one and refills the first slots as it goes; None: it does something else."""
+    steps = [n for n in loop.body if isinstance(n, Step)]
+    turn, refills = len(steps), sum(isinstance(n, Start) for n in loop.body)
+    if not steps or any("number" not in n.args for n in steps):
+        return None
+    body = [Wait("tape_copy", ("m", f"g + {chunk}" if chunk else "g")) for chunk in range(turn)]
+    for chunk, step in enumerate(steps):
+        body += [step, *([Start("tape_copy", ("m", "g + RING_DEPTH"))] if chunk < refills else []), Advance()]
+    first = int(steps[0].args["number"].rpartition(" ")[2])
+    alike = [replace(steps[0], args=steps[0].args | {"number": f"{turn} * i + {first + chunk}"}) for chunk in range(turn)]
+    return Streamed(steps[0], first, int(loop.trips), turn, refills) if (list(loop.body), steps) == (body, alike) else None
 
 
 def walk(node):

@@ -6,8 +6,8 @@ rows) and 'lanes' (K on lanes, columns down the rows), the second for widths tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from mkgen.errors import MkgenError
 from mkgen.plan.section import PUSHED, Section, depth_unit, tile_cycles
@@ -17,6 +17,9 @@ from mkgen.targets import Target
 
 LANES = 128
 ROW_BYTES = 512
+COPY_CYCLES = 20                         # of a chunk: its wait, its refill, what is stored
+FETCH = 0.25                             # cycles that a bundle of new code is taken to cost: an assumption, nothing is published
+MOST_CYCLES = 4096                       # the code of a matrix is no longer, for the same reason, unless one block is
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Matrix:
     group: int = 0                       # of K, that share a scale as stored; 0: columns do, or there is none
     at_once: bool = False                # read part by part: its numbers are needed themselves, not only products with it
     over: int = 0                        # neighbours that it is cut over; the other groups of as many hold copies. 0: all ranks
+    turn: int = 1                        # blocks that a turn of its loop multiplies with in straight-line code
 
     @property
     def section(self) -> Section:
@@ -82,35 +86,55 @@ class Matrix:
     def true_bytes(self) -> int:
         return FORMATS[self.format].true_bytes(self.k, self.n)
 
+    def loops(self, filled: int) -> Iterator[tuple[int, int, int, int]]:
+        """(first block, turns, blocks a turn, refills a turn) of the loops over its blocks, of which the first `filled` refill their
+        slots: the turns that refill all, the one that refills some, those that refill none; last, the blocks that are left."""
+        whole = self.blocks // self.turn
+        full, some = divmod(min(filled, whole * self.turn), self.turn)
+        part = full + (some > 0)
+        for first, last, refills in (0, full, self.turn), (full, part, some), (part, whole, 0):
+            if first < last:
+                yield first * self.turn, last - first, self.turn, refills
+        if left := self.blocks % self.turn:
+            yield whole * self.turn, 1, left, max(0, filled - whole * self.turn)
+
 
 def divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
 
 
-def block_seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[float, float]:
-    """(copying, computing) one block: bytes and one descriptor; MXU tiles, pushed whole, and the drain of a dot."""
-    deep, wide = target.mxu_shape
-    tiles = -(-m.block_k // deep) * -(-m.block_n // wide)
+def seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[float, float, float]:
+    """(copying, multiplying, fetching the code of) the matrix. Copying: bytes and a descriptor a block. A turn of the loop pushes its
+    tiles into the MXUs, issues its copies, and waits for its last product; its code is as long as it takes to push."""
+    deep, wide = (side // 2 for side in target.mxu_shape)                       # half a tile takes half the time
+    tiles = -(-m.block_k // deep) * -(-m.block_n // wide) / 4
     each = target.mxu_push_cycles[PUSHED["bf16"]] if m.format == "bf16" else tile_cycles(m.format, m.group, rows, terms, target)
-    cycles = -(-tiles // target.mxus_per_core) * each + target.mxu_drain_cycles
-    return m.block_rows * ROW_BYTES / target.hbm_bytes_per_s + target.dma_descriptor_s, cycles / target.clock_hz
+    push = tiles / target.mxus_per_core * each
+    copy = m.blocks * (m.block_rows * ROW_BYTES / target.hbm_bytes_per_s + target.dma_descriptor_s)
+    compute = m.blocks * (push + COPY_CYCLES) + -(-m.blocks // m.turn) * target.mxu_drain_cycles
+    return copy, compute / target.clock_hz, FETCH * push * (m.turn + m.blocks % m.turn) / target.clock_hz
 
 
 def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target, fmt: str = "bf16",
-                group: int = 0, rows: int = 8, terms: int = 1) -> tuple[Matrix, str]:
-    """The layout and block shape whose blocks take least time in all, then fewest bytes, then least time on the MXU; and why, in
-    a line.
+                group: int = 0, rows: int = 8, terms: int = 1, ring_depth: int = 1) -> tuple[Matrix, str]:
+    """The layout, block shape and blocks a turn that take least time in all, then fewest bytes, then least time on the MXU; and why,
+    in a line.
 
-    k, widths: the rank's own. rows, terms: of the left operand, which decide what a block of groups costs."""
+    k, widths: the rank's own. rows, terms: of the left operand, which decide what a block of groups costs. A turn takes no more
+    than half of the ring: the other half is on its way meanwhile. Products with scales of groups go block by block."""
     n = sum(p.width for p in parts)
     found: list[tuple[tuple[float, int, float], Matrix]] = []
 
     def offer(layout: str, k_padded: int, n_padded: int, block_k: int, block_n: int) -> None:
-        m = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group)
-        if m.block_rows <= slot_rows and m.block_rows % 8 == 0:
-            copy, compute = block_seconds(m, target, rows, terms)
-            found.append(((round(m.blocks * max(copy, compute) * 1e9), m.rows, m.blocks * compute), m))
+        one = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group)
+        if one.block_rows > slot_rows or one.block_rows % 8:
+            return
+        for turn in range(1, 1 + (1 if group else min(one.blocks, -(-ring_depth // 2)))):
+            m = replace(one, turn=turn)
+            copy, compute, fetch = seconds(m, target, rows, terms)
+            if turn == 1 or fetch * target.clock_hz <= FETCH * MOST_CYCLES:
+                found.append(((round(max(copy, compute) * 1e9), m.rows, compute + fetch), m))
 
     k_whole = round_up(k, depth_unit(fmt))
     # a part of K is read from the activations at a multiple of 128 lanes (of a whole dot of groups), and never beyond their width
@@ -129,20 +153,21 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
         raise MkgenError(f"{name}: no block of [{k}, {n}] fits into build.block_kib = {slot_rows // 2}\n"
                          f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
     found.sort(key=lambda f: f[0])
-    return found[0][1], reason(found, lambda m: block_seconds(m, target, rows, terms))
+    return found[0][1], reason(found, lambda m: seconds(m, target, rows, terms))
 
 
-def reason(found: list[tuple[tuple[float, int, float], Matrix]], seconds: Callable[[Matrix], tuple[float, float]]) -> str:
-    """The choice in a line: its time, what bounds it, and the best of another layout or block shape."""
-    def told(cost: tuple[float, int, float], m: Matrix) -> str:
-        stored = "" if m.format == "bf16" else f"{m.format}, "
-        return f"{stored}{m.layout}, {m.blocks} x [{m.block_k}, {m.block_n}], {cost[0] / 1e3:.2f} us"
+def reason(found: list[tuple[tuple[float, int, float], Matrix]], seconds: Callable[[Matrix], tuple[float, float, float]]) -> str:
+    """The choice in a line: its time, what bounds it, and the best of another layout, block shape or number of blocks a turn."""
+    def told(m: Matrix) -> str:
+        stored, turn = "" if m.format == "bf16" else f"{m.format}, ", f" {m.turn} a turn," if m.turn > 1 else ""
+        copy, compute, _ = seconds(m)
+        bound = f"HBM, MXU {compute * 1e6:.2f}" if copy >= compute else f"MXU, HBM {copy * 1e6:.2f}"
+        return f"{stored}{m.layout}, {m.blocks} x [{m.block_k}, {m.block_n}],{turn} {max(copy, compute) * 1e6:.2f} us ({bound})"
 
-    (cost, m), copy = found[0], seconds(found[0][1])
-    bound = "HBM" if copy[0] >= copy[1] else "MXU"
+    m = found[0][1]
     wasted = 1 - m.true_bytes / (m.rows * ROW_BYTES)
     waste = f"; {100 * wasted:.0f} % of its bytes are padding" if m.format != "bf16" and wasted > 0.05 else ""
-    return f"{told(cost, m)} ({bound}){waste}" + (f"; next: {told(*found[1])}" if len(found) > 1 else "")
+    return f"{told(m)}{waste}" + (f"; next: {told(found[1][1])}" if len(found) > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class Weights:
         parts = tuple(Part(w.name, self.width(w, 1, whole, over)) for w in ws)
         fmt = format_of(self.build, ws[0])
         m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target, fmt,
-                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms)
+                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms, self.memory.ring_depth)
         m = replace(m, over=over)
         self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else f"; cut over {over} ranks" if over else "")))
         self.memory.matrices[name] = m
@@ -231,14 +231,12 @@ class Weights:
             self.step(op, "linear", "clear", writes=(buffer,), y=f"m.{buffer}")
         if not m.group:
             args |= dict(x_ref=f"m.{x.buffer}", x_at=x.at, x_dtype=x.dtype)
-        filled = self.refills(m.blocks)
-        for first, last in ((0, filled), (filled, m.blocks)):
-            if first == last:
-                continue
-            with self.loop(f"{identifier(name)}_block", "i", str(last - first), first=first):
-                self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
-                self.step(op, template, "block", writes=(buffer,), **args)
-                self.advance(refill=first < filled)
+        for first, turns, turn, refills in m.loops(self.refills(m.blocks)):
+            with self.loop(f"{identifier(name)}_block", "i", str(turns)):
+                self.nodes[-1] += [Wait("tape_copy", ("m", f"g + {chunk}" if chunk else "g")) for chunk in range(turn)]
+                for chunk in range(turn):
+                    self.step(op, template, "block", writes=(buffer,), number=f"{turn} * i + {first + chunk}", **args)
+                    self.advance(refill=chunk < refills)
         self.chunks += [Chunk((Entry(m.name, 0, m.block_rows, i),)) for i in range(m.blocks)]
 
     def left_operand(self, m: Matrix) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Union
 
 from mkgen.emit.printer import ACTIVE, Printer
 from mkgen.plan.plan import Plan, Region
-from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait
+from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Streamed, Wait, streamed
 from mkgen.profile.pytext import Definitions, indent, names
 
 SCALARS = ("layer", "index", "g")
@@ -30,10 +30,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Run:
+    """parts: steps with what follows them; several share the cycles of the piece evenly."""
     waits: tuple[Wait, ...]
-    steps: tuple[Step, ...]
-    tail: tuple[Start | Advance, ...]
+    parts: tuple[tuple[tuple[Step, ...], tuple[Start | Advance, ...]], ...]
     piece: Piece
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(n for steps, _ in self.parts for n in steps)
+
+    @property
+    def tail(self) -> tuple[Start | Advance, ...]:
+        return tuple(n for _, tail in self.parts for n in tail)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class Cutter:
             return Exchange(n, self.piece(exchange_op(n), self.printer.exchange(n, 0), "", scalars, carry))
         if isinstance(n, Branch):
             return Fork(n, tuple(self.items(case.nodes, scalars, carry) for _, case in n.cases))
+        if isinstance(n, Loop) and (found := streamed(n)):
+            return Turn(n, (self.turn(n, found, scalars, carry),))
         if isinstance(n, Loop):
             body, when = active_only(n)
             inner = (n.carry, n.init or "0") if n.carry else carry
@@ -108,7 +118,19 @@ class Cutter:
         waits, steps, tail = (tuple(n for n in group if rank(n) == k) for k in range(3))
         op = ops_of(steps) or next((n.transfer for n in group if isinstance(n, (Start, Wait))), "advance")
         piece = self.piece(op, self.printed(group), self.printed(steps), scalars, carry)
-        return Run(waits, steps, tail, piece)
+        return Run(waits, ((steps, tail),), piece)
+
+    def turn(self, n: Loop, of: Streamed, scalars: tuple[str, ...], carry) -> Run:
+        """A turn over a matrix is one piece: the compiler pushes a chunk's weights while the products of those before come out."""
+        waits, rest = n.body[:of.turn], n.body[of.turn:]
+        at = [i for i, x in enumerate(rest) if isinstance(x, Step)]
+        parts = [((rest[i],), rest[i + 1:end]) for i, end in zip(at, (*at[1:], len(rest)))]
+        self.printer.op = of.step.op
+        lines = [self.printed(waits), *self.printer.block(n.name, of, 0)]
+        for chunk, (_, tail) in enumerate(parts):
+            lines += [f"{n.name}({of.first + chunk} + {of.turn} * i, g)", self.printed(tail)]
+        piece = self.piece(of.step.op, "\n".join(lines), "", (*scalars, "i"), carry)
+        return Run(waits, tuple(parts), piece)
 
     def printed(self, nodes: tuple[Node, ...]) -> str:
         self.printer.op = next((n.op for n in nodes if isinstance(n, Step)), None)

@@ -32,7 +32,10 @@ def pieces(plan: Plan) -> set[str]:
         (True, True): "cut",
     }
     stored = {m: f"{m.layout} of {m.format}" if m.format != "bf16" else m.layout for m in plan.matrices.values()}
-    out = {f"matrix of {stored[m]} {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
+    # how a block is read and how its product is put where it belongs are texts of their own: each is there, not each pair
+    out = {f"matrix of {of}" for of in stored.values()}
+    out |= {f"matrix {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
+    out |= {f"several blocks of {stored[m]} a turn" for m in plan.matrices.values() if m.turn > 1}
     for region in plan.regions.values():
         for node in walk(region.body):
             if isinstance(node, Step):

@@ -223,14 +223,15 @@ class Walk:
                              f"how often they turn is known of {len(trips)}\n  fix: say it in mkgen.simulate.expand.INSIDE")
         busy = cost.all if any(asked) or not asked else cost.idle
         busy += sum(max(0, t) * c for t, c in zip(trips, cost.loops))
-        if busy:
-            self.out.append(Recorded("work", op, busy))
-        for n in item.tail:
-            if isinstance(n, Advance):
-                self.g += 1
-                scope["g"] = self.g
-            elif self.holds(n.when, scope):
-                self.copy(n, op, scope)
+        for _, behind in item.parts:
+            if busy:
+                self.out.append(Recorded("work", op, busy / len(item.parts)))
+            for n in behind:
+                if isinstance(n, Advance):
+                    self.g += 1
+                    scope["g"] = self.g
+                elif self.holds(n.when, scope):
+                    self.copy(n, op, scope)
 
     def copy(self, n: Start | Wait, op: str, scope: dict) -> None:
         plan = self.owner.plan

@@ -1,0 +1,60 @@
+"""Several blocks of a matrix in one turn of its loop: which the planner takes, and that each is used once and its slot refilled in order."""
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from conftest import plan_of
+
+from mkgen.check import check_plan
+from mkgen.emit.module import module_files
+from mkgen.plan.regions import Loop, Start, Step, streamed, walk
+from mkgen.plan.tape import Part, plan_matrix, seconds
+from mkgen.targets import load_target
+
+CHIP = load_target("tpu7x")
+
+
+def matrix(k: int, n: int, ring_depth: int, turn: int | None = None):
+    m, why = plan_matrix("x", (Part("w", n),), k, False, 4096, CHIP, ring_depth=ring_depth)
+    return (m if turn is None else replace(m, turn=turn)), why
+
+
+@pytest.mark.parametrize("turn", range(1, 8))
+def test_every_block_is_used_once_and_the_first_slots_are_refilled(turn):
+    m, _ = matrix(4096, 3200, 1, turn)
+    for filled in range(m.blocks + 1):
+        seen, refills = [], []
+        for first, turns, size, refilled in m.loops(filled):
+            assert turns > 0 and 0 <= refilled <= size
+            for i in range(turns):
+                seen += [first + i * size + chunk for chunk in range(size)]
+                refills += [chunk < refilled for chunk in range(size)]
+        assert seen == list(range(m.blocks)) and refills == [block < filled for block in range(m.blocks)]
+
+
+def test_a_turn_takes_half_of_the_ring_at_most_and_saves_drains():
+    alone, _ = matrix(7168, 1536, 2)
+    several, why = matrix(7168, 1536, 14)
+    assert alone.turn == 1 and 1 < several.turn <= 7 and f" {several.turn} a turn," in why
+    assert several.rows == alone.rows
+    of = lambda m: seconds(m, CHIP, 8, 1)
+    drains = CHIP.mxu_drain_cycles * (several.blocks - -(-several.blocks // several.turn)) / CHIP.clock_hz
+    assert of(replace(several, turn=1))[1] - of(several)[1] == pytest.approx(drains)
+
+
+def test_the_printed_loop_is_the_planned_one():
+    """Calls of `stream` with their turns and refills, against the region; the checker walks the same nodes."""
+    plan = plan_of("kimi_k3")
+    assert check_plan(plan) == []
+    text = module_files(plan)["kernel.py"]
+    called = re.findall(r"stream\(m, g, range\((?:(\d+), )?(\d+)\), (\w+)(?:, turn=(\d+))?(?:, refills=(\d+))?\)", text)
+    printed = [(name, int(a or 0), int(b), int(turn or 1), int(refills or turn or 1)) for a, b, name, turn, refills in called]
+    wanted = []
+    for region in plan.regions.values():
+        for n in walk(region.body):
+            if isinstance(n, Loop) and (s := streamed(n)):
+                wanted.append((n.name, s.first, s.first + s.turns * s.turn, s.turn, s.refills))
+                assert sum(isinstance(x, Start) for x in n.body) == s.refills and sum(isinstance(x, Step) for x in n.body) == s.turn
+    assert sorted(printed) == sorted(wanted) and any(turn > 1 for *_, turn, _ in wanted) and any(not r for *_, r in wanted)
