@@ -225,27 +225,28 @@ def next_chunk(m, g):
     tape_copy(m, g + 1).wait()
     return g + 1
 
-def stream(m, g, blocks, use, refill=True):
-    """use(i, g) for i in blocks, on the next chunks; each slot is refilled behind it.
-    Not at the end of the tape: nothing is left to refill with."""
+def stream(m, g, blocks, use, turn=1, refills=None):
+    """use(i, g) for i in blocks, on the next chunks, `turn` of them in straight-line code: their
+    products overlap. Behind each use, or the first `refills` of a turn, its slot is refilled."""
 
     def one(i, g):
-        tape_copy(m, g).wait()
-        use(i, g)
-        if refill:
-            tape_copy(m, g + RING_DEPTH).start()
-        return g + 1
-    return lax.fori_loop(blocks.start, blocks.stop, one, g)
+        for chunk in range(turn):
+            tape_copy(m, g + chunk).wait()
+        for chunk in range(turn):
+            use(blocks.start + i * turn + chunk, g + chunk)
+            if refills is None or chunk < refills:
+                tape_copy(m, g + chunk + RING_DEPTH).start()
+        return g + turn
+    return lax.fori_loop(0, len(blocks) // turn, one, g)
 
 # ---- exchanges between ranks ---------------------------------------------------------------------
 #
 # A stage: every rank of a group sends one message to each of the others. It lies in the sender's
-# place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything is
-# u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it has
-# my
-# message of use k + 1, sent when I had read all of use k. An exchange is a path of stages. All
-# ranks
-# make the same ones in the same order, one at a time; other work may run between start and finish.
+# place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything
+# is u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it
+# has my message of use k + 1, sent when I had read all of use k. An exchange is a path of stages.
+# All ranks make the same ones in the same order, one at a time; other work may run between start
+# and finish.
 
 class Stage(NamedTuple):
     number: int
@@ -769,15 +770,13 @@ def kda_mixer(m, layer, index, g):
     m.b_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 16))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    # -- kda.qkvg
-    m.qkvg_y[...] = jnp.zeros_like(m.qkvg_y)
 
+    # -- kda.qkvg
     def kda_qkvg_block(i, g):
-        k, n = lax.rem(i, 2), lax.div(i, 2)
-        x = m.h[:, lanes(k * 3584, 3584)]
-        w = panels(m, g, 0, 3584, 256)
-        m.qkvg_y[:, lanes(n * 256, 256)] += dot(x, w)
-    g = stream(m, g, range(12), kda_qkvg_block)
+        x = m.h[...]
+        w = panels(m, g, 0, 7168, 128)
+        m.qkvg_y[:, lanes(i * 128, 128)] = dot(x, w)
+    g = stream(m, g, range(12), kda_qkvg_block, turn=4)
     window_read(m, index).wait()
     tape_copy(m, g).wait()  # q_conv+k_conv+v_conv 0, a 40, dt_bias 48, o_norm 56
     # -- kda.conv
@@ -819,7 +818,7 @@ def kda_mixer(m, layer, index, g):
         x = m.gated[:, lanes(i * 128, 128)]
         w = panels(m, g, 0, 128, 7168)
         m.o_y[...] += dot(x, w)
-    g = stream(m, g, range(3), kda_o_block)
+    g = stream(m, g, range(3), kda_o_block, turn=3)
     scatter_start(m, (ALL,), m.o_y[...])
     scatter_finish(m, (ALL,), (224, m.out_run))
     gather_start(m, (ALL,), m.out_run[...])
@@ -853,7 +852,7 @@ def mla_mixer(m, layer, index, g):
         x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
         m.g_y[:, lanes(i * 128, 128)] = dot(x, w)
-    g = stream(m, g, range(3), mla_g_block)
+    g = stream(m, g, range(3), mla_g_block, turn=3)
     gather_finish(m, (ALL,), (18, m.kv_a_whole), (48, m.q_a_whole))
     tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
@@ -901,7 +900,7 @@ def mla_mixer(m, layer, index, g):
         x = m.mla_gated[:, lanes(i * 128, 128)]
         w = panels(m, g, 0, 128, 7168)
         m.o_y[...] += dot(x, w)
-    g = stream(m, g, range(3), mla_o_block)
+    g = stream(m, g, range(3), mla_o_block, turn=3)
     scatter_start(m, (ALL,), m.o_y[...])
     scatter_finish(m, (ALL,), (224, m.out_run))
     gather_start(m, (ALL,), m.out_run[...])
@@ -927,7 +926,8 @@ def dense_ffn(m, layer, index, g):
         x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
         m.gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
-    g = stream(m, g, range(17), dense_gate_up_block)
+    g = stream(m, g, range(16), dense_gate_up_block, turn=4)
+    g = stream(m, g, range(16, 17), dense_gate_up_block)
     # -- dense.act
     gate = m.gate_up_y[:, 0:1056]
     up = m.gate_up_y[:, 1056:2112]
@@ -938,7 +938,7 @@ def dense_ffn(m, layer, index, g):
         x = m.act[...]
         w = panels(m, g, 0, 1056, 896)
         m.down_y[:, lanes(i * 896, 896)] = dot(x, w)
-    g = stream(m, g, range(8), dense_down_block)
+    g = stream(m, g, range(8), dense_down_block, turn=4)
     scatter_start(m, (ALL,), m.down_y[...])
     scatter_finish(m, (ALL,), (224, m.out_run))
     gather_start(m, (ALL,), m.out_run[...])
@@ -969,7 +969,7 @@ def moe_ffn(m, layer, index, g):
         x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
         m.shared_gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
-    g = stream(m, g, range(3), moe_shared_gate_up_block)
+    g = stream(m, g, range(3), moe_shared_gate_up_block, turn=3)
     # -- moe.shared_act
     gate = m.shared_gate_up_y[:, 0:192]
     up = m.shared_gate_up_y[:, 192:384]
@@ -980,7 +980,7 @@ def moe_ffn(m, layer, index, g):
         x = m.shared_act[...]
         w = panels(m, g, 0, 192, 3584)
         m.shared_down_y[:, lanes(i * 3584, 3584)] = dot(x, w)
-    g = stream(m, g, range(2), moe_shared_down_block)
+    g = stream(m, g, range(2), moe_shared_down_block, turn=2)
     gather_finish(m, (ALL,), (28, m.router_logits_whole), (112, m.latent_in_whole))
     tape_copy(m, g).wait()  # router_bias 0
     # -- moe.route
@@ -1051,8 +1051,8 @@ def end(m, g):
         x = m.h[:, lanes(k * 1024, 1024)]
         w = panels(m, g, 0, 1024, 1024)
         m.logits[:, lanes(n * 1024, 1024)] += dot(x, w)
-    g = stream(m, g, range(21), head_block)
-    g = stream(m, g, range(21, 35), head_block, refill=False)
+    g = stream(m, g, range(21), head_block, turn=7)
+    g = stream(m, g, range(21, 35), head_block, turn=7, refills=0)
     # -- greedy
     first = lax.axis_index("tp") * 5120
     top, token = greedy_local(m.logits[:, :5120], first, jnp.clip(163840 - first, 0, 5120))

@@ -149,27 +149,28 @@ def panels(m, g, at, k, n):
     """bf16 [k, n]: n / 128 panels, each 128 columns wide and k / 2 words deep."""
     return side_by_side(tape_rows(m, g, at, k * n // (2 * LANES)), n // LANES)
 
-def stream(m, g, blocks, use, refill=True):
-    """use(i, g) for i in blocks, on the next chunks; each slot is refilled behind it.
-    Not at the end of the tape: nothing is left to refill with."""
+def stream(m, g, blocks, use, turn=1, refills=None):
+    """use(i, g) for i in blocks, on the next chunks, `turn` of them in straight-line code: their
+    products overlap. Behind each use, or the first `refills` of a turn, its slot is refilled."""
 
     def one(i, g):
-        tape_copy(m, g).wait()
-        use(i, g)
-        if refill:
-            tape_copy(m, g + RING_DEPTH).start()
-        return g + 1
-    return lax.fori_loop(blocks.start, blocks.stop, one, g)
+        for chunk in range(turn):
+            tape_copy(m, g + chunk).wait()
+        for chunk in range(turn):
+            use(blocks.start + i * turn + chunk, g + chunk)
+            if refills is None or chunk < refills:
+                tape_copy(m, g + chunk + RING_DEPTH).start()
+        return g + turn
+    return lax.fori_loop(0, len(blocks) // turn, one, g)
 
 # ---- exchanges between ranks ---------------------------------------------------------------------
 #
 # A stage: every rank of a group sends one message to each of the others. It lies in the sender's
-# place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything is
-# u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it has
-# my
-# message of use k + 1, sent when I had read all of use k. An exchange is a path of stages. All
-# ranks
-# make the same ones in the same order, one at a time; other work may run between start and finish.
+# place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything
+# is u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it
+# has my message of use k + 1, sent when I had read all of use k. An exchange is a path of stages.
+# All ranks make the same ones in the same order, one at a time; other work may run between start
+# and finish.
 
 class Stage(NamedTuple):
     number: int
@@ -617,14 +618,13 @@ def attention_mixer(m, layer, index, g):
     m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    # -- attention.qkv
-    m.qkv_y[...] = jnp.zeros_like(m.qkv_y)
 
+    # -- attention.qkv
     def attention_qkv_block(i, g):
-        x = m.h[:, lanes(i * 1024, 1024)]
-        w = panels(m, g, 0, 1024, 768)
-        m.qkv_y[...] += dot(x, w)
-    g = stream(m, g, range(2), attention_qkv_block)
+        x = m.h[...]
+        w = panels(m, g, 0, 2048, 384)
+        m.qkv_y[:, lanes(i * 384, 384)] = dot(x, w)
+    g = stream(m, g, range(2), attention_qkv_block, turn=2)
     tape_copy(m, g).wait()  # q_norm 0, k_norm 8
     # -- attention.qk
     q, k = round_bf16(m.qkv_y[:, 0:512]), round_bf16(m.qkv_y[:, 512:640])
@@ -729,8 +729,9 @@ def end(m, g):
         x = m.h[:, lanes(k * 512, 512)]
         w = panels(m, g, 0, 512, 1920)
         m.logits[:, lanes(n * 1920, 1920)] += dot(x, w)
-    g = stream(m, g, range(22), head_block)
-    g = stream(m, g, range(22, 40), head_block, refill=False)
+    g = stream(m, g, range(16), head_block, turn=8)
+    g = stream(m, g, range(16, 24), head_block, turn=8, refills=6)
+    g = stream(m, g, range(24, 40), head_block, turn=8, refills=0)
     # -- greedy
     first = lax.axis_index("tp") * 18992
     top, token = greedy_local(m.logits[:, :18992], first, jnp.clip(151936 - first, 0, 18992))
