@@ -66,13 +66,12 @@ def refill_before_the_last_read(plan, r):
 
 @kind
 def write_back_before_its_step(plan, r):
-    def starts(n):  # of each row, in a loop of their own
-        return (s for s in (n.body if isinstance(n, Loop) else (n,)) if isinstance(s, Start))
-
     return swapped(
         plan,
         r,
-        lambda a, b: isinstance(a, Step) and any({*plan.transfers[s.transfer].reads} & {*a.writes} for s in starts(b)),
+        lambda a, b: (
+            isinstance(b, Start) and isinstance(a, Step) and bool(set(plan.transfers[b.transfer].reads) & {*a.writes})
+        ),
     )
 
 

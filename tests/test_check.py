@@ -185,11 +185,8 @@ DAMAGE = {
     "start doubled": (lambda p: damaged(p, "kda", is_start("window_read"), twice), "flight"),
     "wait doubled": (lambda p: damaged(p, "kda", is_wait("window_read"), twice), "pairing"),
     "wait before its start": (lambda p: wait_first(p, "kda", "window_read"), "pairing"),
-    "state used before its wait": (lambda p: moved_up(p, "kda", is_step("rows")), "data flight"),
-    "write-back before the step": (
-        lambda p: moved_up(p, "kda", lambda n: isinstance(n, Loop) and any(map(is_start("matrix_write"), n.body))),
-        "state",
-    ),
+    "state used before its wait": (lambda p: moved_up(p, "kda", is_step("row")), "data flight"),
+    "write-back before the step": (lambda p: moved_up(p, "kda", is_start("matrix_write")), "state"),
     "wrong chunk": (
         lambda p: damaged(p, "mla", is_wait("tape_copy"), lambda n: (replace(n, args=("m", "g + 1")),)),
         "pairing data",

@@ -62,7 +62,7 @@ def test_what_a_spec_becomes():
     assert [sum(run.mixer == m for run in model.schedule) for m in ("kda", "mla")] == [69, 24]
     assert model.mixers["kda"].decay.floor == -5.0 and model.ffns["moe"].router.bias is True
     assert (build.ranks, build.rows, build.mesh) == (32, (1, 8), {"host": 4, "chip": 4, "core": 2})
-    assert build.kv_batch == 8, "a default"
+    assert build.kv_slots == 16, "a default"
     assert params.count(load_spec(QWEN).model) == 30_532_122_624, "the published total, exactly"
 
 

@@ -412,7 +412,7 @@ def delta_rule(q, k, decay, v, beta, s, clean):
 # items; tiles stream through a ring of slots, KV_BATCH items are computed at a time.
 
 KV_TILE = 256  # tokens
-KV_SLOTS = 24  # tiles in VMEM: half computed on, half on their way
+KV_SLOTS = 16  # tiles in VMEM: half computed on, half on their way
 KV_BATCH = 8
 MASKED = -1e30  # finite: a tile whose tokens are all masked must not make NaN
 
@@ -792,16 +792,17 @@ def kda_mixer(m, layer, index, g):
     beta = per_head(jax.nn.sigmoid(m.b_y[:, 0:3]), 128)
     m.matrix_inputs[...] = by_block(3, q * 128**-0.5, k, decay, m.conv[:, 768:1152], beta)
     m.matrix_outputs[...] = jnp.zeros_like(m.matrix_outputs)  # what inactive rows put out
-    each_active_row(m, lambda row: matrix_read(m, index, row).wait())
-    for row in range(m.rows):
+
+    def matrix_row(row):
+        matrix_read(m, index, row).wait()
         for i in range(3):
-            x = m.matrix_inputs[i, row : row + 1]
+            x = m.matrix_inputs[i, pl.ds(row, 1), :]
             q, k, decay, v, beta = jnp.split(x, [128, 256, 384, 512], axis=1)
             q, k, decay = (key_columns(x, 128, 128) for x in (q, k, decay))
             s, clean = m.matrix.at[row, i], m.positions[row] == 0
-            o = delta_rule(q, k, decay, v, beta, s, clean)
-            m.matrix_outputs[i, row : row + 1] = jnp.where(m.positions[row] >= 0, o, 0.0)
-    each_active_row(m, lambda row: matrix_write(m, index, row).start())
+            m.matrix_outputs[i, pl.ds(row, 1), :] = delta_rule(q, k, decay, v, beta, s, clean)
+        matrix_write(m, index, row).start()
+    each_active_row(m, matrix_row)
     m.recurrence[...] = jnp.concatenate([x[:, :128] for x in m.matrix_outputs[...]], axis=1)
     # -- kda.gated_norm
     w = line(vector(m, g, 56, 8), 128)
@@ -1150,7 +1151,7 @@ def places(rows):
         "q_latent": vmem((8, 1536), f32),  # rms norm
         "latent": vmem((8, 512), f32),  # rms norm
         "q_b_y": vmem((8, 576), f32),  # q, not rounded
-        "cache_tiles": vmem((24, 5, 128, 128), u32),  # tiles of the cache, one a slot
+        "cache_tiles": vmem((16, 5, 128, 128), u32),  # tiles of the cache, one a slot
         "cache_token": vmem((5, 8, 128), u32),  # the new token of each row
         "cache_old": vmem(
             (rows, 5, 1, 128), u32
@@ -1161,7 +1162,7 @@ def places(rows):
             (2, 8, 8, 128), f32
         ),  # largest score and sum of weights so far, each in all lanes
         "cache_mixed": vmem((8, 8, 512), f32),  # weighed values
-        "cache_tile_sem": dma((24,)),  # one a tile slot
+        "cache_tile_sem": dma((16,)),  # one a tile slot
         "cache_word_sem": dma((rows,)),  # new words out
         "kv_items": smem((128,), i32),  # row << 16 | tile of every tile to be read
         "kv_count": smem((1,), i32),  # how many

@@ -32,7 +32,6 @@ TOUCHES = {  # (template, macro): all others work in the scope that they stand i
         "i", "range(batch * KV_BATCH, min((batch + 1) * KV_BATCH, kv.count[0]))", (("row", "kv_row(kv, i)"),)
     ),
     ("attention", "words"): Touch("row", "active_rows(m)"),
-    ("recurrence", "rows"): Touch("row", "active_rows(m)"),
     ("ends", "embed"): Touch("row", "range(m.rows)", data="embed_here(m, row)"),
 }
 SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))  # buffer or suffix: slot = this name mod the slots

@@ -128,7 +128,7 @@ def kernel_text(plan: Plan) -> str:
         beside=any(n.beside for n in collectives(plan)), then=any(n.over for n in collectives(plan)), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
         local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),
         kv_batch=spec.build.tiles_at_once, expert_steps=expert_steps(plan),
-        mix_lanes=1024 if spec.model.hidden % 1024 == 0 else spec.model.hidden, embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
+        embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,
         bytes_on_tape=any(FORMATS[m.format].column and not m.at_once for m in plan.matrices.values()),
         has_lanes=any(m.layout == "lanes" for m in plan.matrices.values()), mixers=kinds[0], ffns=kinds[1],
         state_buffers=[b for b in buffers if b.space == "hbm"], out_buffers=[b for b in buffers if b.space == "out"],

@@ -14,7 +14,7 @@ from mkgen.check.scenario import Scenario, tokens
 from mkgen.check.shorten import Short, control_texts
 from mkgen.errors import MkgenError
 from mkgen.plan.plan import Plan, Region
-from mkgen.plan.regions import Advance, Loop, Start, Step, Wait
+from mkgen.plan.regions import Advance, Loop, Start, Step, Wait, walk
 from mkgen.plan.tape import ROW_BYTES
 from mkgen.profile import PRIMING, PROLOGUE, Profile
 from mkgen.profile.pieces import Exchange, Fork, Item, Run, Turn
@@ -24,8 +24,9 @@ from mkgen.targets import Target
 TAPE, EXPERTS, CACHE, STATES, EMBEDDING = "tape", "experts", "cache", "states", "embedding"
 DISPATCH, LOOP, BARRIER = "dispatch", "loop", "barrier"
 SIGNAL_BYTES = 4                         # of a barrier's message
-INSIDE = {                               # (template, macro) -> trips of the loops in its text, one after another
-    ("experts", "take_rest"): ("m.expert_count[0] - min(m.expert_count[0], FIRST_EXPERTS)",),
+INSIDE = {                               # (template, macro) -> trips of the loops in its text that depend on data, from its arguments
+    ("experts", "take_rest"): lambda args: ("m.expert_count[0] - min(m.expert_count[0], FIRST_EXPERTS)",),
+    ("mixture", "block_mixture"): lambda args: () if args["live"].isdigit() else (args["live"],) * (1 + -(-args["y"].width // args["span"])),
 }
 
 
@@ -60,7 +61,8 @@ class Expansion:
         self.position = plan.spec.build.context - 1 if position is None else position
         self.table = plan.chunk_table().tolist()
         self.facts = plan.fact_table().reshape(-1, len(plan.fact_names)).tolist()
-        text = control_texts(plan)
+        steps = [n for region in plan.regions.values() for n in walk(region.body) if isinstance(n, Step)]
+        text = " ".join([control_texts(plan), *(t for n in steps for t in inside(n))])
         self.used = [i for i, name in enumerate(plan.fact_names) if i > 3 and name.upper() in text]
         self.text = Text(plan)
         self.model = Model(plan, rows, self.text, Short((), self.table, plan.fact_table().tolist(), plan.tape_rows))
@@ -215,7 +217,7 @@ class Walk:
         for n in item.steps:
             asked.append(self.holds(n.args.get("when") if isinstance(n.args.get("when"), str) else None, scope))
             self.tables(n)
-            trips += [self.value(t, scope) for t in INSIDE.get((n.template, n.macro), ())]
+            trips += [self.value(t, scope) for t in inside(n)]
         asked += [self.holds(n.when, scope) for n in item.tail if isinstance(n, Start)]
         asked += [self.holds(n.when, scope) for n in item.waits]
         if len(trips) != len(cost.loops):
@@ -252,6 +254,11 @@ class Walk:
             self.m.expert_count.put(0, len(ids))
             for i, e in enumerate(ids):
                 self.m.expert_ids.put(i, e)
+
+
+def inside(n: Step) -> tuple[str, ...]:
+    """Trips of the loops in a step's text that depend on data, one after another."""
+    return INSIDE[n.template, n.macro](n.args) if (n.template, n.macro) in INSIDE else ()
 
 
 def streams(plan: Plan) -> dict[str, str]:

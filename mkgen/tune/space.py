@@ -22,8 +22,7 @@ DEPTHS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)     # times the spec's own
 SIZES = (0.25, 0.5, 0.75, 1.5, 2)                    # likewise, of blocks and pieces
 SLOTS = (2, 3, 4, 5, 6, 8, 12, 16)
 TILES = (64, 128, 256, 512, 1024)
-KV_SLOTS = (4, 8, 16, 24, 32)
-KV_BATCHES = (2, 4, 8, 16)
+KV_SLOTS = (4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     out += [blocks(build)]
     out += [number("expert_kib", build, scaled(build.expert_kib))] * moe
     out += [number("kv_tile", build, (n for n in TILES if build.context % n == 0)), number("kv_slots", build, KV_SLOTS)] * cached
-    out += [number("kv_batch", build, KV_BATCHES)] * cached
     out += [choice("mla_cache", ("latent", "expanded"))] * any(isinstance(m, Mla) for m in model.mixers.values())
     out += [choice(key, values) for key, values in NUMERICS.items() if key in allow]
     return [d for d in out if len({*d.values, d.of(build)}) > 1]

@@ -9,6 +9,14 @@ import jax.numpy as jnp
 from mkgen.graph.ir import Cost, Op, Value, Weight
 
 
+MIX_LANES = 28 * 128                     # mixed at a time, at most: as many as the registers hold
+
+
+def mixed_at_once(width: int) -> int:
+    """Lanes of an even run of the width: all of it, a half, ..."""
+    return next((width // n for n in range(-(-width // MIX_LANES), width // 128 + 1) if width % (128 * n) == 0), width)
+
+
 @dataclass(frozen=True)
 class BlockMixture(Op):
     """s_i = (sum_c v_i[c] w[c]) * rsqrt(mean_c v_i[c]^2 + eps) over the live snapshots and the running sum; y = r(sum_i softmax(s)_i v_i).
@@ -43,9 +51,10 @@ class BlockMixture(Op):
 
     def lower(self, b):
         at, w = b.vector_at(self.w)
+        b.buffer("mix_sums", (self.snapshots.planes + 1, 8, 256), "f32", "of each snapshot: its weighed and squared features, summed; its share")
         b.step(self, "mixture", "block_mixture", running=b.ref(self.running), snapshots=b.ref(self.snapshots), y=b.write(self.y), at=at,
                w=f"tape_rows(m, g, {at}, {w.rows})", eps=self.eps,
-               live=str(self.snapshots.planes) if self.fact is None else b.fact(self.fact))
+               live=str(self.snapshots.planes) if self.fact is None else b.fact(self.fact), span=mixed_at_once(self.y.width))
 
 
 @dataclass(frozen=True)

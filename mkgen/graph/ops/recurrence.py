@@ -135,10 +135,9 @@ class Recurrence(Op):
         vectors = {n: None if w is None else b.vector(w) for n, w in (("a", self.a), ("dt_bias", self.dt_bias), ("d", self.d))}
         common = dict(inputs=f"m.{inputs}", out=f"m.{rows}", mixer=m, blocks=blocks, parts=parts, share=share)
         b.step(self, "recurrence", "prepare", writes=(inputs, rows), **values, **vectors, scale=self.scale, heads=heads, **common)
-        with b.loop(f"{held}_arrive", "row", "m.rows"):
+        with b.loop(f"{held}_row", "row", "m.rows"):
             b.wait(read, "m", "index", "row", when=here)
-        b.step(self, "recurrence", "rows", writes=(held, rows), matrix=f"m.{held}", key=key, each=each, trip=trip, **common)
-        with b.loop(f"{held}_leave", "row", "m.rows"):
+            b.step(self, "recurrence", "row", writes=(held, rows), when=here, matrix=f"m.{held}", key=key, each=each, trip=trip, **common)
             b.start(write, "m", "index", "row", when=here)
         b.step(self, "recurrence", "finish", o=o, out=f"m.{rows}", width=heads * m.value_dim, each=together * each)
         b.wait_late(write, "m", "index", "row", when=here, rows=True)
