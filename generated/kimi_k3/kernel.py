@@ -99,44 +99,36 @@ def per_head(x, head_dim):
 def situ(x, beta):
     return beta * jnp.tanh(x / beta) * jax.nn.sigmoid(x)
 
-MIX_LANES = 1024  # of one trip: few enough for the registers
-
 def fold_lanes(x):
-    """[8, n] -> [8, 128]: the sum of its blocks of 128 lanes."""
-    return sum(heads_of(pad_lanes(x, -(-x.shape[1] // LANES) * LANES), LANES))
+    """[8, n] -> [8, 128]: the sum of its blocks of 128 lanes, four sums at a time."""
+    return sum(heads_of(sum(heads_of(x, 4 * LANES)), LANES))
 
-def block_mixture(m, y, g, at, live, eps):
-    """y = softmax mixture of the first `live` snapshots and the running sum, [8, hidden].
+def block_mixture(m, y, g, at, live, eps, span):
+    """y = softmax mixture of the first `live` snapshots (no other is written) and the running sum.
     score_i = (sum v_i w) rsqrt(mean v_i^2 + eps); w lies in chunk g from row `at` on."""
-    planes, width, rows = m.snapshots.shape[0], m.running.shape[1], -(-MIX_LANES // LANES)
-    parts = width // MIX_LANES
+    last, width, sums = m.snapshots.shape[0], m.running.shape[1], m.mix_sums
+    w = line(bitcast(tape_rows(m, g, at, -(-width // LANES)), f32), width)
 
-    def values(i):
-        here = lanes(i * MIX_LANES, MIX_LANES)
-        # a snapshot that is not live is unwritten memory: the select keeps it out
-        old = [jnp.where(p < live, m.snapshots[p, :, here].astype(f32), 0.0) for p in range(planes)]
-        return [*old, m.running[:, here].astype(f32)]
+    def measure(p, v):
+        sums[p] = jnp.concatenate([fold_lanes(v * w), fold_lanes(v * v)], axis=1)
 
-    def measure(i, sums):
-        w = tape_rows(m, g, pl.multiple_of(at + i * rows, 8), rows)
-        w, terms = line(bitcast(w, f32), MIX_LANES), zip(sums, values(i))
-        return [(a + fold_lanes(v * w), b + fold_lanes(v * v)) for (a, b), v in terms]
+    def score(p):
+        weighed, squares = (jnp.sum(s, axis=1, keepdims=True) for s in jnp.split(sums[p], 2, 1))
+        return weighed * lax.rsqrt(squares / width + eps)
 
-    def score(weighed, squares):
-        mean = jnp.sum(squares, axis=1, keepdims=True) / width
-        return jnp.sum(weighed, axis=1, keepdims=True) * lax.rsqrt(mean + eps)
+    def share(p, v):
+        return v.astype(f32) * jnp.concatenate([sums[p]] * -(-span // (2 * LANES)), 1)[:, :span]
 
-    def mix(i, _):
-        mixed = sum(v * (e / total) for v, e in zip(values(i), weights))
-        y[:, lanes(i * MIX_LANES, MIX_LANES)] = mixed
-
-    none = jnp.zeros((ROWS_PADDED, LANES), f32)
-    *old, last = lax.fori_loop(0, parts, measure, [(none, none)] * (planes + 1))
-    scores = [jnp.where(p < live, score(*s), -jnp.inf) for p, s in enumerate(old)] + [score(*last)]
-    top = functools.reduce(jnp.maximum, scores)
-    weights = [jnp.exp(s - top) for s in scores]
-    total = sum(weights)
-    lax.fori_loop(0, parts, mix, None)
+    lax.fori_loop(0, live, lambda p, _: measure(p, m.snapshots[p].astype(f32)), None)
+    measure(last, m.running[...].astype(f32))
+    scores = [jnp.where(p < live, score(p), -jnp.inf) for p in range(last)] + [score(last)]
+    weights = [jnp.exp(s - functools.reduce(jnp.maximum, scores)) for s in scores]
+    for p, e in enumerate(weights):
+        sums[p] = jnp.broadcast_to(e / sum(weights), sums[p].shape)
+    for start in range(0, width, span):  # what the registers hold
+        here = slice(start, start + span)
+        add = lambda p, mixed: mixed + share(p, m.snapshots[p, :, here])
+        y[:, here] = lax.fori_loop(0, live, add, share(last, m.running[:, here]))
 
 def block_add(m, layer, x):
     """running += x, [8, hidden] f32; where a block opens, x replaces running, its snapshot kept."""
@@ -538,6 +530,11 @@ def mla_output(kv, v_up, first):
     out = [dot(mixed[h][:, : w.shape[0]], w) for h, w in enumerate(v_up, first)]
     return jnp.concatenate(out, axis=1)
 
+def span(first, n):
+    """(first column, columns) of the panels that hold columns first to first + n."""
+    start = first // LANES * LANES
+    return start, -(-(first + n) // LANES) * LANES - start
+
 # ---- routed experts ------------------------------------------------------------------------------
 
 class Format(NamedTuple):  # How weights are stored, and how they are multiplied.
@@ -757,7 +754,7 @@ def kda_mixer(m, layer, index, g):
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
     tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672
     # -- mixer_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05, 3584)
     # -- kda.norm
     w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
@@ -835,7 +832,7 @@ def mla_mixer(m, layer, index, g):
     lax.fori_loop(0, first_cache_tile_copy, lambda i, _: cache_tile_copy(m, index, i).start(), None)
     tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, kv_a 88, q_a 984
     # -- mixer_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05)
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05, 3584)
     # -- mla.norm
     w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
@@ -914,7 +911,7 @@ def dense_ffn(m, layer, index, g):
     """Gated MLP."""
     tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56
     # -- ffn_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05, 3584)
     # -- dense.norm
     w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
@@ -951,7 +948,7 @@ def moe_ffn(m, layer, index, g):
     """Routed experts of a latent of 3584, each distinct one fetched once; shared experts."""
     tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56, router 88
     # -- ffn_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05)
+    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05, 3584)
     # -- moe.norm
     w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
@@ -1037,7 +1034,7 @@ def end(m, g):
     """Final norm, logits of this rank's vocabulary, greedy token."""
     tape_copy(m, g).wait()  # residual.out 0, norm 56
     # -- out_mixture
-    block_mixture(m, m.mix, g, 0, 8, 1e-05)
+    block_mixture(m, m.mix, g, 0, 8, 1e-05, 3584)
     # -- end.norm
     w = vector(m, g, 56, 32, bf16)
     m.h[...] = rms_norm(m.mix[...], w, 1e-05)
@@ -1123,6 +1120,9 @@ def places(rows):
         "embedded": vmem((8, 7168), f32),  # embed
         "embedded_run": vmem((8, 224), f32),  # this rank's columns of embedded
         "running": vmem((8, 7168), f32),  # the residual stream
+        "mix_sums": vmem(
+            (9, 8, 256), f32
+        ),  # of each snapshot: its weighed and squared features, summed; its share
         "snapshots": vmem((8, 8, 7168), f32),  # snapshots of the residual stream
         "mix": vmem((8, 7168), f32),  # block mixture
         "h": vmem((8, 7168), f32),  # rms norm
