@@ -109,6 +109,8 @@ def seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[float, fl
     tiles into the MXUs, issues its copies, and waits for its last product; its code is as long as it takes to push."""
     deep, wide = (side // 2 for side in target.mxu_shape)                       # half a tile takes half the time
     tiles = -(-m.block_k // deep) * -(-m.block_n // wide) / 4
+    if m.layout == "lanes":                                                     # 16 columns a push, which the MXU turns: twice the cycles
+        tiles = -(-m.block_k // deep) / 2 * -(-m.block_n // 16) / 8
     each = target.mxu_push_cycles[PUSHED["bf16"]] if m.format == "bf16" else tile_cycles(m.format, m.group, rows, terms, target)
     push = tiles / target.mxus_per_core * each
     copy = m.blocks * (m.block_rows * ROW_BYTES / target.hbm_bytes_per_s + target.dma_descriptor_s)
