@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mkgen.emit.coded import DTYPES, coded, constant, left_operand
 from mkgen.emit.printer import Printer
 from mkgen.emit.prune import prune
-from mkgen.emit.wrap import wrap
+from mkgen.emit.wrap import indent_of, wrap
 from mkgen.graph.ops.cache import Seen
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Buffer, Collective, Step, walk
@@ -147,14 +147,16 @@ def tidy(text: str) -> str:
 
 
 def close_up(text: str) -> str:
-    """Without the blank line between an inner function and the line right behind it that uses it."""
+    """Without the blank line between an inner function and the line right behind it that uses it, or a statement in front of it."""
     out, name, pad = [], None, ""
     lines = text.split("\n")
-    for line, after in zip(lines, [*lines[1:], ""]):
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""]):
         if line and not line.startswith(" "):
             name = None                          # another function
         if line.startswith(" ") and line.lstrip().startswith("def "):
             name, pad = line.split("def ")[1].split("(")[0], line[:-len(line.lstrip())]
+        if not line and after.startswith(" ") and after.lstrip().startswith(("def ", "@", "# -- ")) and indent_of(before) == indent_of(after):
+            continue
         if not line and name and after.startswith(pad) and not after[len(pad):].startswith(" ") and name in after:
             name = None
             continue

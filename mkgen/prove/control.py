@@ -43,6 +43,7 @@ CALLED = {
     "neg": "-{}",
     "sign": "sign({})",
     "abs": "abs({})",
+    "clz": "clz({})",
     "stop_gradient": "{}",
     "copy": "{}",
     "squeeze": "{}",
@@ -73,7 +74,7 @@ class Control:
 
     def function(self):
         """kernel(rank, *calls); see `CALLS`."""
-        made: dict = {"div": div, "rem": rem, "sign": lambda x: (x > 0) - (x < 0)}
+        made: dict = {"div": div, "rem": rem, "sign": lambda x: (x > 0) - (x < 0), "clz": lambda x: 32 - (x & 0xFFFFFFFF).bit_length()}
         exec(compile(self.text, "<control slice>", "exec"), made)
         return made["kernel"]
 

@@ -121,8 +121,9 @@ class Machine:
             self.routed += 1
             self.tables["expert_ids"] = [None] * len(self.tables["expert_ids"])
             self.put(table, at, len(self.ids))
-        elif table == "expert_ids" and at < len(self.ids):
-            self.put(table, at, self.ids[at])
+        elif table == "expert_words":
+            words = [sum(1 << e % 32 for e in self.ids if e // 32 == w) for w in range(len(self.tables[table]) - 1)]
+            self.put(table, at, words[at - 1] if at else sum(1 << w for w, word in enumerate(words) if word))
         else:
             raise Stuck(f"{table}[{at}] is written with what no scenario gives")
 

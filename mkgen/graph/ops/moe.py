@@ -73,10 +73,9 @@ class Route(Op):
         route, image = b.write(self.route), b.memory.experts[b.sub.name]
         b.together(*((w,) for w in self.weights()))
         linear_bias, bias = (None if w is None else b.vector(w) for w in (self.linear_bias, self.bias))
-        wanted = b.expert_buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
-        b.step(self, "experts", "route", reads=("position_column",), writes=(route.ref[2:], wanted, "expert_count"),
+        b.step(self, "experts", "route", reads=("position_column",), writes=(route.ref[2:], "expert_words", "expert_count"),
                logits=b.read(self.logits, "f32"), linear_bias=linear_bias, bias=bias, route=route.ref, experts=self.experts,
-               top_k=self.top_k, router=self.router, wanted=wanted, local=f"LOCAL_EXPERTS{image.suffix.upper()}")
+               top_k=self.top_k, router=self.router, local=f"LOCAL_EXPERTS{image.suffix.upper()}")
         b.close()
 
 
@@ -183,8 +182,9 @@ class RoutedExperts(Op):
         b.semaphores("expert_sem", (slots,), "one an expert slot")
         listed = max(min(i.local_experts, b.max_rows * b.top_k(i)) for i in b.memory.experts.values())
         b.buffer("expert_ids", (listed,), "i32", "local ids of the layer's distinct experts", space="smem")
+        words = max(-(-i.local_experts // 32) for i in b.memory.experts.values())
+        b.buffer("expert_words", (1 + words,), "i32", "bits of those that are not yet in the list", space="smem")
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
-        wanted = b.expert_buffer("wanted", (1, self.experts), "f32", "local ids of experts not yet in the list")
         scratch = {"products": b.expert_buffer("expert_up", (8, image.up.panels * LANES), "f32",
                                                "gate | up of one expert" if image.gated else "up of one expert")}
         for name, section in (("expert_x", image.up), ("expert_h", image.down)):
@@ -199,7 +199,7 @@ class RoutedExperts(Op):
                    setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=(image.name,), writes=("expert_slot",))
         with b.after(b.maker(self.route)):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, FIRST_EXPERTS)", bound=first):
-                b.step(self, "experts", "take", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
+                b.step(self, "experts", "take", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
                 b.start(copy, "m", "index", "i")
             b.release()
         x = b.read(self.x, "bf16")
@@ -207,7 +207,7 @@ class RoutedExperts(Op):
         shared = () if self.scale_input else operand             # by all experts; where inputs are scaled, each makes its own
         b.step(self, "experts", "begin", writes=(y.ref[2:], *shared), y=y.ref, x=x if shared else None,
                operand=f"m.{scratch['x']}" if shared else None, image=image)
-        b.step(self, "experts", "take_rest", reads=(wanted,), writes=(wanted, "expert_ids"), wanted=f"m.{wanted}", image=image)
+        b.step(self, "experts", "take_rest", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
         if slots > first:
             with b.loop("more", "i", f"jnp.minimum({count}, EXPERT_SLOTS) - FIRST_EXPERTS", bound=slots - first):
                 b.start(copy, "m", "index", "FIRST_EXPERTS + i")
