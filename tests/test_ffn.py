@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -110,13 +111,32 @@ def kernel():
     return load_kernel(make_plan(made, build_graph(made), load_target("tpu7x")))
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 7])
-def test_ties_go_to_the_lowest_id(kernel, top_k):
-    keys = np.random.default_rng(top_k).integers(-2, 3, (8, 200)).astype(np.float32)      # nearly all are tied
+@pytest.mark.parametrize("width,top_k", [(200, 1), (200, 3), (200, 7), (60, 8), (128, 4), (896, 16)])
+@pytest.mark.parametrize("values", [3, 40, 2**20])
+def test_ties_go_to_the_lowest_id(kernel, width, top_k, values):
+    """Nearly all keys are tied, some, none; and the largest may stand in few lanes of the sorting network, or in one."""
+    keys = np.random.default_rng(top_k).integers(-2, values - 2, (8, width)).astype(np.float32)
+    keys[1] = np.sort(keys[1])
+    keys[2, 5::128] += 2**21
     want, _ = largest(jnp.asarray(keys), top_k)
     order = np.argsort(-keys, axis=1, kind="stable")[:, :top_k]
     assert all(set(np.flatnonzero(row)) == set(ids) for row, ids in zip(np.asarray(want), order))
     assert np.array_equal(kernel.top_k_lanes(jnp.asarray(keys), top_k), want)
+
+
+@pytest.mark.parametrize("first,local,count", [(0, 40, 0), (56, 40, 5), (300, 292, 8 * 16), (500, 31, 60), (504, 96, 8)])
+def test_the_list_has_this_ranks_experts_in_order(kernel, monkeypatch, first, local, count):
+    """Each that any row chose once, the lowest id first; whole words, the last bit of one, and ranks that have none."""
+    monkeypatch.setattr(kernel, "first_expert", lambda local: first)
+    chosen = np.zeros((8, 600), bool)
+    chosen.flat[np.random.default_rng(count).choice(chosen.size, count, replace=False)] = True
+    chosen[3, [599, 31, 32, 587]] |= count > 0
+    m = SimpleNamespace(expert_words=[0] * 20, expert_count=[0], expert_ids=[None] * 600)
+    kernel.want_experts(m, jnp.asarray(chosen), local)
+    want = [e - first for e in range(600) if chosen[:, e].any() and 0 <= e - first < local]
+    for i in range(int(m.expert_count[0])):
+        kernel.take_expert(m, i)
+    assert [int(i) for i in m.expert_ids if i is not None] == want and not any(map(int, m.expert_words))
 
 
 @pytest.mark.parametrize("score", ["top2", "max"])
