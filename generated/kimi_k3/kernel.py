@@ -7,8 +7,7 @@ Conventions. `m` holds every place: HBM arrays, VMEM buffers, SMEM tables, semap
 what each is for. Weights lie on one tape of u32 rows in the order of their use; `g` counts the
 chunks of it that have been read. Chunk g waits in ring slot g mod RING_DEPTH; when it has been read
 for the last time, chunk g + RING_DEPTH is started into its slot. Activations are [8, width]: decode
-rows, padded to a sublane tile. `layer` counts layers, `index` counts earlier layers of the same
-kind.
+rows, padded to a sublane tile. `layer` counts layers, `index` earlier layers of the same kind.
 Values and sums are f32: a product takes two bf16 terms of a value, a positional cache keeps bf16.
 """
 
@@ -108,7 +107,6 @@ def block_mixture(m, y, g, at, live, eps, span):
     score_i = (sum v_i w) rsqrt(mean v_i^2 + eps); w lies in chunk g from row `at` on."""
     last, width, sums = m.snapshots.shape[0], m.running.shape[1], m.mix_sums
     w = line(bitcast(tape_rows(m, g, at, -(-width // LANES)), f32), width)
-
     def measure(p, v):
         sums[p] = jnp.concatenate([fold_lanes(v * w), fold_lanes(v * v)], axis=1)
 
@@ -133,7 +131,6 @@ def block_mixture(m, y, g, at, live, eps, span):
 def block_add(m, layer, x):
     """running += x, [8, hidden] f32; where a block opens, x replaces running, its snapshot kept."""
     opens, block = (m.facts[layer * FACTS + fact] for fact in (OPENS_BLOCK, BLOCK))
-
     @pl.when(opens == 1)
     def _():
         m.snapshots[block] = m.running[...]
@@ -180,8 +177,7 @@ def embedded_rows(m, hidden):
 NO_TOKEN = 2.0**30  # loses every tie
 
 def greedy_local(logits, first, valid):
-    """logits [8, n], of which `valid` count -> (max, lowest id), f32 [8, 1] each: it holds ids
-    exactly."""
+    """logits [8, n], of which `valid` count -> (max, lowest id), f32 [8, 1] each, exact."""
     column = lax.broadcasted_iota(i32, logits.shape, 1)
     logits = jnp.where(column < valid, logits, -jnp.inf)
     top = jnp.max(logits, axis=1, keepdims=True)
@@ -220,7 +216,6 @@ def next_chunk(m, g):
 def stream(m, g, blocks, use, turn=1, refills=None):
     """use(i, g) for i in blocks, on the next chunks, `turn` of them in straight-line code: their
     products overlap. Behind each use, or the first `refills` of a turn, its slot is refilled."""
-
     def one(i, g):
         for chunk in range(turn):
             tape_copy(m, g + chunk).wait()
@@ -237,8 +232,7 @@ def stream(m, g, blocks, use, turn=1, refills=None):
 # place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything
 # is u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it
 # has my message of use k + 1, sent when I had read all of use k. An exchange is a path of stages.
-# All ranks make the same ones in the same order, one at a time; other work may run between start
-# and finish.
+# All ranks make the same ones in one order, one at a time; work may run between start and finish.
 
 class Stage(NamedTuple):
     number: int
@@ -567,51 +561,86 @@ def first_expert(local):
 def lower_lanes(flags):
     """flags [8, n] bool -> f32 [8, n]: how many lower lanes of the row are set.
     A prefix sum is a product with a triangle; panels of 128 lanes are stacked to share one dot."""
-    n = flags.shape[1]
-    count = -(-n // LANES)
-    flags = pad_lanes(jnp.where(flags, 1.0, 0.0), count * LANES)
-    stack = jnp.concatenate(heads_of(flags, LANES), axis=0)
-    below = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 0)
-    lane = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 1)
-    triangle = jnp.where(below < lane, 1.0, 0.0).astype(bf16)  # its right half sums whole panels
-    sums = dot(stack.astype(bf16), triangle)
-    counts, before = [], jnp.zeros((ROWS_PADDED, LANES), f32)
-    for j in range(count):
-        rows = sums[j * ROWS_PADDED : (j + 1) * ROWS_PADDED]
-        counts.append(before + rows[:, :LANES])
-        before += rows[:, LANES:]
-    return jnp.concatenate(counts, axis=1)[:, :n]
+    flags, n = jnp.where(flags, 1.0, 0.0), flags.shape[1]
+    panels = heads_of(pad_lanes(flags, -(-n // LANES) * LANES), LANES)
+    below, lane = (lax.broadcasted_iota(i32, (LANES, LANES), axis) for axis in (0, 1))
+    triangle = jnp.where(below < lane, 1.0, 0.0).astype(bf16)
+    inside = jnp.split(dot(jnp.concatenate(panels).astype(bf16), triangle), len(panels))
+    whole = [jnp.sum(x, axis=1, keepdims=True) for x in panels]
+    return jnp.concatenate([x + sum(whole[:i]) for i, x in enumerate(inside)], axis=1)[:, :n]
+
+def merged(a, b, most):
+    """The `most` largest of two falling runs of arrays, elementwise: a bitonic network."""
+    step, none = 1 << (max(len(a), len(b)) - 1).bit_length(), [jnp.full_like(a[0], -jnp.inf)]
+    a, b = a + none * (step - len(a)), none * (step - len(b)) + b[::-1]
+    run = a + b if step < most else [jnp.maximum(x, y) for x, y in zip(a, b)]
+    while step:
+        for i in (i for i in range(len(run) - step) if not i & step):
+            x, y = run[i], run[i + step]
+            run[i], run[i + step] = jnp.maximum(x, y), jnp.minimum(x, y)
+        step //= 2
+    return run
+
+def falling(run, most):
+    """The `most` (a power of two) largest of a run of arrays, elementwise, in falling order."""
+    half = len(run) // 2
+    return merged(falling(run[:half], most), falling(run[half:], most), most) if half else run
+
+def kth_largest(key, k):
+    """f32 [8, 1]: the k-th largest of each row of key [8, n]. Whole vectors are sorted,
+    elementwise, rows on the lanes: each turn of a search along the lanes would wait for the XLU."""
+    most, n = 1 << (k - 1).bit_length(), key.shape[1]
+    key = jnp.pad(key, ((0, 0), (0, -n % LANES)), constant_values=-jnp.inf)
+    panels = heads_of(key, LANES)
+    panels = falling(panels, len(panels))[: len(panels)]  # the i-th: what is i-th in its lane
+    turned = jnp.concatenate(panels, axis=0).T  # column 8 i + r: row r of the i-th
+    run = falling(jnp.split(turned, LANES // ROWS_PADDED), most)
+    for by in (4, 2, 1):
+        run = merged(run, [jnp.roll(x, by, 0) for x in run], most)
+    row, column = (lax.broadcasted_iota(i32, run[0].shape, axis) for axis in (0, 1))
+    def on_rows(x, i):
+        return jnp.max(jnp.where(column == row + 8 * i, x, -jnp.inf), axis=1, keepdims=True)
+
+    # at most k lanes have one of the k largest, k / 2 have two, k / 3 three
+    runs = [[on_rows(x, i) for x in run[: k // (i + 1)]] for i in range(min(len(panels), k))]
+    while len(runs) > 1:
+        runs = [*runs[2:], merged(*runs[:2], most)]
+    return runs[0][k - 1]
 
 def top_k_lanes(key, top_k):
     """bool [8, n]: the top_k largest of each row of key, ties to the lowest lane."""
-
-    def strike(_, left):
-        # the largest value goes wherever it stands, until top_k are gone
-        top = jnp.max(left, axis=1, keepdims=True)
-        struck = jnp.sum(jnp.where(left == -jnp.inf, 1.0, 0.0), axis=1, keepdims=True)
-        return jnp.where((left == top) & (struck < top_k), -jnp.inf, left)
-    left = lax.fori_loop(0, top_k, strike, key)
-    # the last value struck may stand in more lanes than are needed
-    last = jnp.min(jnp.where(left == -jnp.inf, key, jnp.inf), axis=1, keepdims=True)
+    last = kth_largest(key, top_k)
     above, tied = key > last, key == last
     need = top_k - jnp.sum(jnp.where(above, 1.0, 0.0), axis=1, keepdims=True)
     return above | (tied & (lower_lanes(tied) < need))
 
-def want_experts(m, wanted, chosen, local):
-    """Marks this rank's experts that any row chose: their local id, else a number past all ids."""
-    experts = chosen.shape[1]
-    here = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert(local)
+def want_experts(m, chosen, local):
+    """Marks this rank's experts that any row chose, a bit each, and counts them.
+    m.expert_words: a word whose bits say which of the others are not zero, then those."""
+    here = lax.broadcasted_iota(i32, (1, chosen.shape[1]), 1) - first_expert(local)
     asked = jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0
     asked = asked & (here >= 0) & (here < local)
-    wanted[...] = jnp.where(asked, here.astype(f32), float(experts))
     m.expert_count[0] = jnp.sum(jnp.where(asked, 1.0, 0.0)).astype(i32)
+    bits, live = jnp.where(asked, 1 << (here & 31), 0), i32(0)
+    for i in range(-(-local // 32)):
+        if i % ROWS_PADDED == 0:  # eight words at a time, a row each
+            row = i + lax.broadcasted_iota(i32, (ROWS_PADDED, 1), 0)
+            words = jnp.sum(jnp.where(here >> 5 == row, bits, 0), axis=1, keepdims=True)
+        m.expert_words[1 + i] = word = words[i % ROWS_PADDED, 0]
+        live |= (word != 0).astype(i32) << i
+    m.expert_words[0] = live
 
-def take_expert(m, wanted, i):
-    """The lowest expert still wanted becomes number i of the list."""
-    left = wanted[...]
-    lowest = jnp.min(left)
-    m.expert_ids[i] = lowest.astype(i32)
-    wanted[...] = jnp.where(left == lowest, float(left.shape[1]), left)
+def lowest_bit(x):
+    return 31 - lax.clz(x & -x)
+
+def take_expert(m, i):
+    """The lowest expert that is still marked becomes number i of the list."""
+    live = m.expert_words[0]
+    at = lowest_bit(live)
+    word = m.expert_words[1 + at]
+    left = m.expert_words[1 + at] = word & (word - 1)
+    m.expert_ids[i] = 32 * at + lowest_bit(word)
+    m.expert_words[0] = jnp.where(left == 0, live & (live - 1), live)
 
 def spread(m, left, x, f):
     """x [8, k] -> left[c], 256 of k each, block-diagonal: a row keeps the columns of one group.
@@ -631,7 +660,6 @@ def spread(m, left, x, f):
 def coded_matmul(m, slots, slot, s, left, write):
     """x W of the section s in slots[slot]: write(panel, width, part), s.wide panels at a time."""
     f, rowwise = s.format, m.rows <= s.format.few
-
     def some(trip, _):
         def rows(at, each, skip, count):
             starts = [at + (trip * s.wide + i) * each + skip for i in range(s.wide)]
@@ -661,7 +689,6 @@ def coded_matmul(m, slots, slot, s, left, write):
 def run_expert(m, i, route, y):
     """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
-
     def write_up(panel, columns, gate_up):
         m.expert_up[:, lanes(panel * LANES, columns)] = gate_up
 
@@ -756,8 +783,7 @@ def kda_mixer(m, layer, index, g):
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05, 3584)
     # -- kda.norm
-    w = vector(m, g, 56, 32, bf16)
-    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
+    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     # -- kda.f_a
     m.f_a_y[...] = dot(m.h[...], panels(m, g, 88, 7168, 128))
     # -- kda.f_b
@@ -767,7 +793,6 @@ def kda_mixer(m, layer, index, g):
     m.b_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 16))
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-
     # -- kda.qkvg
     def kda_qkvg_block(i, g):
         x = m.h[...]
@@ -789,7 +814,6 @@ def kda_mixer(m, layer, index, g):
     beta = per_head(jax.nn.sigmoid(m.b_y[:, 0:3]), 128)
     m.matrix_inputs[...] = by_block(3, q * 128**-0.5, k, decay, m.conv[:, 768:1152], beta)
     m.matrix_outputs[...] = jnp.zeros_like(m.matrix_outputs)  # what inactive rows put out
-
     def matrix_row(row):
         matrix_read(m, index, row).wait()
         for i in range(3):
@@ -810,7 +834,6 @@ def kda_mixer(m, layer, index, g):
     g += 1
     # -- kda.o
     m.o_y[...] = jnp.zeros_like(m.o_y)
-
     def kda_o_block(i, g):
         x = m.gated[:, lanes(i * 128, 128)]
         w = panels(m, g, 0, 128, 7168)
@@ -834,8 +857,7 @@ def mla_mixer(m, layer, index, g):
     # -- mixer_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05, 3584)
     # -- mla.norm
-    w = vector(m, g, 56, 32, bf16)
-    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
+    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     # -- mla.kv_a
     m.kv_a_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
     # -- mla.q_a
@@ -843,7 +865,6 @@ def mla_mixer(m, layer, index, g):
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     gather_start(m, (ALL,), m.kv_a_y[:, 0:18], m.q_a_y[...])
-
     # -- mla.g
     def mla_g_block(i, g):
         x = m.h[...]
@@ -853,11 +874,9 @@ def mla_mixer(m, layer, index, g):
     gather_finish(m, (ALL,), (18, m.kv_a_whole), (48, m.q_a_whole))
     tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
     # -- mla.q_norm
-    w = vector(m, g, 0, 8, bf16)
-    m.q_latent[...] = rms_norm(m.q_a_whole[...], w, 1e-06)
+    m.q_latent[...] = rms_norm(m.q_a_whole[...], vector(m, g, 0, 8, bf16), 1e-06)
     # -- mla.kv_norm
-    w = vector(m, g, 8, 8, bf16)
-    m.latent[...] = rms_norm(m.kv_a_whole[:, 0:512], w, 1e-06)
+    m.latent[...] = rms_norm(m.kv_a_whole[:, 0:512], vector(m, g, 8, 8, bf16), 1e-06)
     # -- mla.q_b
     m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
@@ -870,7 +889,6 @@ def mla_mixer(m, layer, index, g):
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     see_token(m, kv)
-
     def cache_batch(batch, _):
         for j in range(KV_BATCH):
             due = batch * KV_BATCH + j < m.kv_count[0]
@@ -892,7 +910,6 @@ def mla_mixer(m, layer, index, g):
     g += 1
     # -- mla.o
     m.o_y[...] = jnp.zeros_like(m.o_y)
-
     def mla_o_block(i, g):
         x = m.mla_gated[:, lanes(i * 128, 128)]
         w = panels(m, g, 0, 128, 7168)
@@ -913,11 +930,9 @@ def dense_ffn(m, layer, index, g):
     # -- ffn_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05, 3584)
     # -- dense.norm
-    w = vector(m, g, 56, 32, bf16)
-    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
+    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-
     # -- dense.gate_up
     def dense_gate_up_block(i, g):
         x = m.h[...]
@@ -929,7 +944,6 @@ def dense_ffn(m, layer, index, g):
     gate = m.gate_up_y[:, 0:1056]
     up = m.gate_up_y[:, 1056:2112]
     m.act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
-
     # -- dense.down
     def dense_down_block(i, g):
         x = m.act[...]
@@ -950,8 +964,7 @@ def moe_ffn(m, layer, index, g):
     # -- ffn_mixture
     block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05, 3584)
     # -- moe.norm
-    w = vector(m, g, 56, 32, bf16)
-    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
+    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     # -- moe.router
     m.router_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
     g = next_chunk(m, g)  # latent_down 0
@@ -960,7 +973,6 @@ def moe_ffn(m, layer, index, g):
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     gather_start(m, (ALL,), m.router_y[:, 0:28], m.latent_down_y[...])
-
     # -- moe.shared_gate_up
     def moe_shared_gate_up_block(i, g):
         x = m.h[...]
@@ -971,7 +983,6 @@ def moe_ffn(m, layer, index, g):
     gate = m.shared_gate_up_y[:, 0:192]
     up = m.shared_gate_up_y[:, 192:384]
     m.shared_act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
-
     # -- moe.shared_down
     def moe_shared_down_block(i, g):
         x = m.shared_act[...]
@@ -988,21 +999,19 @@ def moe_ffn(m, layer, index, g):
     total = jnp.sum(weight, axis=1, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
     m.route[...] = weight
-    want_experts(m, m.wanted, chosen, LOCAL_EXPERTS)
+    want_experts(m, chosen, LOCAL_EXPERTS)
     g += 1
-
     # -- moe.experts
     def first_experts(i, _):
-        take_expert(m, m.wanted, i)
+        take_expert(m, i)
         expert_copy(m, index, i).start()
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], FIRST_EXPERTS), first_experts, None)
     m.routed[...] = jnp.zeros_like(m.routed)
     spread(m, m.expert_x, m.latent_in_whole[...], MXFP4)
     first = jnp.minimum(m.expert_count[0], FIRST_EXPERTS)  # the others meanwhile
-    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, m.wanted, i), None)
+    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, i), None)
     more = jnp.minimum(m.expert_count[0], EXPERT_SLOTS) - FIRST_EXPERTS
     lax.fori_loop(0, more, lambda i, _: expert_copy(m, index, FIRST_EXPERTS + i).start(), None)
-
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
         run_expert(m, i, m.route, m.routed)
@@ -1016,8 +1025,7 @@ def moe_ffn(m, layer, index, g):
     gather_finish(m, (ALL,), (112, m.routed))
     tape_copy(m, g).wait()  # latent_norm 0, latent_up 32
     # -- moe.latent_norm
-    w = vector(m, g, 0, 32)
-    m.routed_norm[...] = rms_norm(m.routed[...], w, 1e-05)
+    m.routed_norm[...] = rms_norm(m.routed[...], vector(m, g, 0, 32), 1e-05)
     # -- moe.latent_up
     m.latent_up_y[...] = dot_t(m.routed_norm[...], columns(m, g, 32, 3584, 224))
     # -- moe.sum
@@ -1036,13 +1044,11 @@ def end(m, g):
     # -- out_mixture
     block_mixture(m, m.mix, g, 0, 8, 1e-05, 3584)
     # -- end.norm
-    w = vector(m, g, 56, 32, bf16)
-    m.h[...] = rms_norm(m.mix[...], w, 1e-05)
+    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- head
     m.logits[...] = jnp.zeros_like(m.logits)
-
     def head_block(i, g):
         k, n = lax.rem(i, 7), lax.div(i, 7)
         x = m.h[:, lanes(k * 1024, 1024)]
@@ -1058,10 +1064,8 @@ def end(m, g):
     gather_finish(m, (ALL,), (1, m.best_logits), (1, m.best_tokens))
     tops = m.best_logits[...]
     best = tops == jnp.max(tops, axis=1, keepdims=True)
-    token = jnp.min(jnp.where(best, m.best_tokens[...], NO_TOKEN), axis=1, keepdims=True).astype(
-        i32
-    )
-    m.token[...] = jnp.broadcast_to(token, (ROWS_PADDED, LANES))
+    token = jnp.min(jnp.where(best, m.best_tokens[...], NO_TOKEN), axis=1, keepdims=True)
+    m.token[...] = jnp.broadcast_to(token.astype(i32), (ROWS_PADDED, LANES))
     return g
 
 def decode_layer(m, layer, g):
@@ -1071,8 +1075,7 @@ def decode_layer(m, layer, g):
     g = lax.switch(m.facts[layer * FACTS + MIXER], kinds, g)
     index = m.facts[layer * FACTS + FFN_INDEX]
     kinds = [functools.partial(kind, m, layer, index) for kind in (dense_ffn, moe_ffn)]
-    g = lax.switch(m.facts[layer * FACTS + FFN], kinds, g)
-    return g
+    return lax.switch(m.facts[layer * FACTS + FFN], kinds, g)
 
 def decode_kernel(m):
     """The whole step. `m` has every place as an attribute, and `rows`, the number of rows."""
@@ -1179,10 +1182,10 @@ def places(rows):
         "shared_act": vmem((8, 192), f32),  # gated activation
         "shared_down_y": vmem((8, 7168), f32),  # shared_out, not rounded
         "route": vmem((8, 896), f32),  # route
-        "wanted": vmem((1, 896), f32),  # local ids of experts not yet in the list
         "expert_slot": vmem((4, 4288, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
         "expert_ids": smem((128,), i32),  # local ids of the layer's distinct experts
+        "expert_words": smem((8,), i32),  # bits of those that are not yet in the list
         "expert_count": smem((1,), i32),  # how many
         "expert_up": vmem((8, 768), f32),  # gate | up of one expert
         "expert_x": vmem((14, 128, 256), bf16),  # left operand, block-diagonal
@@ -1216,7 +1219,6 @@ def decode_call(rows, operands, state, interpret=False):
     aliased = held if interpret else {}
     given = [f"{n}_in" if interpret else n for n in held]
     names = [*OPERANDS, *given, *out, *aliased, *scratch]
-
     def body(*refs):
         decode_kernel(SimpleNamespace(rows=rows, **dict(zip(names, refs))))
 

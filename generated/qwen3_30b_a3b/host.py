@@ -42,7 +42,7 @@ PLAN = {
     "tape_rows": 695824,  # u32 rows of 512 bytes on a rank
     "ring_depth": 18,
     "padding_fraction": 0.001515,  # beyond the true bytes of a step, at 1 rows
-    "vmem_bytes": {1: 59980288, 8: 60768768},  # by rows
+    "vmem_bytes": {1: 59979776, 8: 60768256},  # by rows
     "bytes_per_core": {1: 7782473728, 8: 8487116800},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]
@@ -181,7 +181,6 @@ class DecodeStep:
     A row at position 0 starts from clean state. An inactive row reads no experts, writes no state,
     and its results mean nothing. ValueError, before anything runs: position or token out of range,
     a wrong shape or dtype. Positions are checked on the host: those of a device are waited for."""
-
     def __init__(self, mesh, rows, steps, interpret):
         self.mesh, self.rows, self.steps = mesh, rows, steps
         self.interpret = pltpu.InterpretParams() if interpret is True else interpret
@@ -196,7 +195,6 @@ class DecodeStep:
     def on_rank(self, weights, state, tokens, positions):
         fixed = {"chunks": jnp.asarray(CHUNKS), "facts": jnp.asarray(FACTS), **weights}
         begin = tokens[:, 0], positions, jnp.zeros_like(kernel.outputs(self.rows)["logits"]), state
-
         def one(before, _):
             token, position, _, state = before
             operands = {"tokens": token, "positions": position, **fixed}

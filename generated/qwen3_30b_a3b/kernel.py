@@ -7,8 +7,7 @@ Conventions. `m` holds every place: HBM arrays, VMEM buffers, SMEM tables, semap
 what each is for. Weights lie on one tape of u32 rows in the order of their use; `g` counts the
 chunks of it that have been read. Chunk g waits in ring slot g mod RING_DEPTH; when it has been read
 for the last time, chunk g + RING_DEPTH is started into its slot. Activations are [8, width]: decode
-rows, padded to a sublane tile. `layer` counts layers, `index` counts earlier layers of the same
-kind.
+rows, padded to a sublane tile. `layer` counts layers, `index` earlier layers of the same kind.
 bf16 values, f32 sums; a value is rounded where `.astype(bf16)` or `round_bf16` says so.
 """
 
@@ -122,8 +121,7 @@ def embedded_rows(m, hidden):
 NO_TOKEN = 2.0**30  # loses every tie
 
 def greedy_local(logits, first, valid):
-    """logits [8, n], of which `valid` count -> (max, lowest id), f32 [8, 1] each: it holds ids
-    exactly."""
+    """logits [8, n], of which `valid` count -> (max, lowest id), f32 [8, 1] each, exact."""
     column = lax.broadcasted_iota(i32, logits.shape, 1)
     logits = jnp.where(column < valid, logits, -jnp.inf)
     top = jnp.max(logits, axis=1, keepdims=True)
@@ -152,7 +150,6 @@ def panels(m, g, at, k, n):
 def stream(m, g, blocks, use, turn=1, refills=None):
     """use(i, g) for i in blocks, on the next chunks, `turn` of them in straight-line code: their
     products overlap. Behind each use, or the first `refills` of a turn, its slot is refilled."""
-
     def one(i, g):
         for chunk in range(turn):
             tape_copy(m, g + chunk).wait()
@@ -169,8 +166,7 @@ def stream(m, g, blocks, use, turn=1, refills=None):
 # place of the group's inbox; what differs by peer leaves from the outbox. On the wire everything
 # is u32. Each use of a stage takes the other half of its inbox: a peer starts use k + 2 after it
 # has my message of use k + 1, sent when I had read all of use k. An exchange is a path of stages.
-# All ranks make the same ones in the same order, one at a time; other work may run between start
-# and finish.
+# All ranks make the same ones in one order, one at a time; work may run between start and finish.
 
 class Stage(NamedTuple):
     number: int
@@ -466,51 +462,86 @@ def first_expert(local):
 def lower_lanes(flags):
     """flags [8, n] bool -> f32 [8, n]: how many lower lanes of the row are set.
     A prefix sum is a product with a triangle; panels of 128 lanes are stacked to share one dot."""
-    n = flags.shape[1]
-    count = -(-n // LANES)
-    flags = pad_lanes(jnp.where(flags, 1.0, 0.0), count * LANES)
-    stack = jnp.concatenate(heads_of(flags, LANES), axis=0)
-    below = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 0)
-    lane = lax.broadcasted_iota(i32, (LANES, 2 * LANES), 1)
-    triangle = jnp.where(below < lane, 1.0, 0.0).astype(bf16)  # its right half sums whole panels
-    sums = dot(stack.astype(bf16), triangle)
-    counts, before = [], jnp.zeros((ROWS_PADDED, LANES), f32)
-    for j in range(count):
-        rows = sums[j * ROWS_PADDED : (j + 1) * ROWS_PADDED]
-        counts.append(before + rows[:, :LANES])
-        before += rows[:, LANES:]
-    return jnp.concatenate(counts, axis=1)[:, :n]
+    flags, n = jnp.where(flags, 1.0, 0.0), flags.shape[1]
+    panels = heads_of(pad_lanes(flags, -(-n // LANES) * LANES), LANES)
+    below, lane = (lax.broadcasted_iota(i32, (LANES, LANES), axis) for axis in (0, 1))
+    triangle = jnp.where(below < lane, 1.0, 0.0).astype(bf16)
+    inside = jnp.split(dot(jnp.concatenate(panels).astype(bf16), triangle), len(panels))
+    whole = [jnp.sum(x, axis=1, keepdims=True) for x in panels]
+    return jnp.concatenate([x + sum(whole[:i]) for i, x in enumerate(inside)], axis=1)[:, :n]
+
+def merged(a, b, most):
+    """The `most` largest of two falling runs of arrays, elementwise: a bitonic network."""
+    step, none = 1 << (max(len(a), len(b)) - 1).bit_length(), [jnp.full_like(a[0], -jnp.inf)]
+    a, b = a + none * (step - len(a)), none * (step - len(b)) + b[::-1]
+    run = a + b if step < most else [jnp.maximum(x, y) for x, y in zip(a, b)]
+    while step:
+        for i in (i for i in range(len(run) - step) if not i & step):
+            x, y = run[i], run[i + step]
+            run[i], run[i + step] = jnp.maximum(x, y), jnp.minimum(x, y)
+        step //= 2
+    return run
+
+def falling(run, most):
+    """The `most` (a power of two) largest of a run of arrays, elementwise, in falling order."""
+    half = len(run) // 2
+    return merged(falling(run[:half], most), falling(run[half:], most), most) if half else run
+
+def kth_largest(key, k):
+    """f32 [8, 1]: the k-th largest of each row of key [8, n]. Whole vectors are sorted,
+    elementwise, rows on the lanes: each turn of a search along the lanes would wait for the XLU."""
+    most, n = 1 << (k - 1).bit_length(), key.shape[1]
+    key = jnp.pad(key, ((0, 0), (0, -n % LANES)), constant_values=-jnp.inf)
+    panels = heads_of(key, LANES)
+    panels = falling(panels, len(panels))[: len(panels)]  # the i-th: what is i-th in its lane
+    turned = jnp.concatenate(panels, axis=0).T  # column 8 i + r: row r of the i-th
+    run = falling(jnp.split(turned, LANES // ROWS_PADDED), most)
+    for by in (4, 2, 1):
+        run = merged(run, [jnp.roll(x, by, 0) for x in run], most)
+    row, column = (lax.broadcasted_iota(i32, run[0].shape, axis) for axis in (0, 1))
+    def on_rows(x, i):
+        return jnp.max(jnp.where(column == row + 8 * i, x, -jnp.inf), axis=1, keepdims=True)
+
+    # at most k lanes have one of the k largest, k / 2 have two, k / 3 three
+    runs = [[on_rows(x, i) for x in run[: k // (i + 1)]] for i in range(min(len(panels), k))]
+    while len(runs) > 1:
+        runs = [*runs[2:], merged(*runs[:2], most)]
+    return runs[0][k - 1]
 
 def top_k_lanes(key, top_k):
     """bool [8, n]: the top_k largest of each row of key, ties to the lowest lane."""
-
-    def strike(_, left):
-        # the largest value goes wherever it stands, until top_k are gone
-        top = jnp.max(left, axis=1, keepdims=True)
-        struck = jnp.sum(jnp.where(left == -jnp.inf, 1.0, 0.0), axis=1, keepdims=True)
-        return jnp.where((left == top) & (struck < top_k), -jnp.inf, left)
-    left = lax.fori_loop(0, top_k, strike, key)
-    # the last value struck may stand in more lanes than are needed
-    last = jnp.min(jnp.where(left == -jnp.inf, key, jnp.inf), axis=1, keepdims=True)
+    last = kth_largest(key, top_k)
     above, tied = key > last, key == last
     need = top_k - jnp.sum(jnp.where(above, 1.0, 0.0), axis=1, keepdims=True)
     return above | (tied & (lower_lanes(tied) < need))
 
-def want_experts(m, wanted, chosen, local):
-    """Marks this rank's experts that any row chose: their local id, else a number past all ids."""
-    experts = chosen.shape[1]
-    here = lax.broadcasted_iota(i32, (1, experts), 1) - first_expert(local)
+def want_experts(m, chosen, local):
+    """Marks this rank's experts that any row chose, a bit each, and counts them.
+    m.expert_words: a word whose bits say which of the others are not zero, then those."""
+    here = lax.broadcasted_iota(i32, (1, chosen.shape[1]), 1) - first_expert(local)
     asked = jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0
     asked = asked & (here >= 0) & (here < local)
-    wanted[...] = jnp.where(asked, here.astype(f32), float(experts))
     m.expert_count[0] = jnp.sum(jnp.where(asked, 1.0, 0.0)).astype(i32)
+    bits, live = jnp.where(asked, 1 << (here & 31), 0), i32(0)
+    for i in range(-(-local // 32)):
+        if i % ROWS_PADDED == 0:  # eight words at a time, a row each
+            row = i + lax.broadcasted_iota(i32, (ROWS_PADDED, 1), 0)
+            words = jnp.sum(jnp.where(here >> 5 == row, bits, 0), axis=1, keepdims=True)
+        m.expert_words[1 + i] = word = words[i % ROWS_PADDED, 0]
+        live |= (word != 0).astype(i32) << i
+    m.expert_words[0] = live
 
-def take_expert(m, wanted, i):
-    """The lowest expert still wanted becomes number i of the list."""
-    left = wanted[...]
-    lowest = jnp.min(left)
-    m.expert_ids[i] = lowest.astype(i32)
-    wanted[...] = jnp.where(left == lowest, float(left.shape[1]), left)
+def lowest_bit(x):
+    return 31 - lax.clz(x & -x)
+
+def take_expert(m, i):
+    """The lowest expert that is still marked becomes number i of the list."""
+    live = m.expert_words[0]
+    at = lowest_bit(live)
+    word = m.expert_words[1 + at]
+    left = m.expert_words[1 + at] = word & (word - 1)
+    m.expert_ids[i] = 32 * at + lowest_bit(word)
+    m.expert_words[0] = jnp.where(left == 0, live & (live - 1), live)
 
 def panel_part(m, slot, at, panel, panel_rows, skip, rows):
     """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
@@ -520,7 +551,6 @@ def panel_part(m, slot, at, panel, panel_rows, skip, rows):
 
 def expert_matmul(m, slot, s, lhs, write):
     """x W of one section: write(panel, width, f32 [8, width]); lhs: [8, k]."""
-
     def group(trip, _):
         p, wide, rows = trip * s.wide, s.wide, s.panel_rows
         w = [panel_part(m, slot, s.at, p + i, rows, 0, rows) for i in range(wide)]
@@ -531,7 +561,6 @@ def expert_matmul(m, slot, s, lhs, write):
 def run_expert(m, i, route, y):
     """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
-
     def write_up(panel, columns, gate_up):
         m.expert_up[:, lanes(panel * LANES, columns)] = gate_up
 
@@ -614,11 +643,9 @@ def attention_mixer(m, layer, index, g):
     lax.fori_loop(0, first_cache_tile_copy, lambda i, _: cache_tile_copy(m, index, i).start(), None)
     tape_copy(m, g).wait()  # mixer.norm 0
     # -- attention.norm
-    w = vector(m, g, 0, 8, bf16)
-    m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
+    m.h[...] = rms_norm(m.running[...].astype(f32), vector(m, g, 0, 8, bf16), 1e-06).astype(bf16)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-
     # -- attention.qkv
     def attention_qkv_block(i, g):
         x = m.h[...]
@@ -643,7 +670,6 @@ def attention_mixer(m, layer, index, g):
     see_token(m, kv)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-
     def cache_batch(batch, _):
         for j in range(KV_BATCH):
             due = batch * KV_BATCH + j < m.kv_count[0]
@@ -672,8 +698,7 @@ def moe_ffn(m, layer, index, g):
     """Routed experts, each distinct one fetched once."""
     tape_copy(m, g).wait()  # ffn.norm 0, router 8
     # -- moe.norm
-    w = vector(m, g, 0, 8, bf16)
-    m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
+    m.h[...] = rms_norm(m.running[...].astype(f32), vector(m, g, 0, 8, bf16), 1e-06).astype(bf16)
     # -- moe.router
     m.router_y[...] = dot(m.h[...], panels(m, g, 8, 2048, 128))
     # -- moe.route
@@ -685,21 +710,19 @@ def moe_ffn(m, layer, index, g):
     total = jnp.sum(weight, axis=1, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
     m.route[...] = weight
-    want_experts(m, m.wanted, chosen, LOCAL_EXPERTS)
+    want_experts(m, chosen, LOCAL_EXPERTS)
     g += 1
-
     # -- moe.experts
     def first_experts(i, _):
-        take_expert(m, m.wanted, i)
+        take_expert(m, i)
         expert_copy(m, index, i).start()
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], FIRST_EXPERTS), first_experts, None)
     m.routed[...] = jnp.zeros_like(m.routed)
     m.expert_x[...] = m.h[...]
     first = jnp.minimum(m.expert_count[0], FIRST_EXPERTS)  # the others meanwhile
-    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, m.wanted, i), None)
+    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, i), None)
     more = jnp.minimum(m.expert_count[0], EXPERT_SLOTS) - FIRST_EXPERTS
     lax.fori_loop(0, more, lambda i, _: expert_copy(m, index, FIRST_EXPERTS + i).start(), None)
-
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
         run_expert(m, i, m.route, m.routed)
@@ -717,13 +740,11 @@ def end(m, g):
     """Final norm, logits of this rank's vocabulary, greedy token."""
     tape_copy(m, g).wait()  # norm 0
     # -- end.norm
-    w = vector(m, g, 0, 8, bf16)
-    m.h[...] = rms_norm(m.running[...].astype(f32), w, 1e-06).astype(bf16)
+    m.h[...] = rms_norm(m.running[...].astype(f32), vector(m, g, 0, 8, bf16), 1e-06).astype(bf16)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- head
     m.logits[...] = jnp.zeros_like(m.logits)
-
     def head_block(i, g):
         k, n = lax.rem(i, 4), lax.div(i, 4)
         x = m.h[:, lanes(k * 512, 512)]
@@ -740,10 +761,8 @@ def end(m, g):
     gather_finish(m, (ALL,), (1, m.best_logits), (1, m.best_tokens))
     tops = m.best_logits[...]
     best = tops == jnp.max(tops, axis=1, keepdims=True)
-    token = jnp.min(jnp.where(best, m.best_tokens[...], NO_TOKEN), axis=1, keepdims=True).astype(
-        i32
-    )
-    m.token[...] = jnp.broadcast_to(token, (ROWS_PADDED, LANES))
+    token = jnp.min(jnp.where(best, m.best_tokens[...], NO_TOKEN), axis=1, keepdims=True)
+    m.token[...] = jnp.broadcast_to(token.astype(i32), (ROWS_PADDED, LANES))
     return g
 
 def decode_layer(m, layer, g):
@@ -751,8 +770,7 @@ def decode_layer(m, layer, g):
     index = m.facts[layer * FACTS + MIXER_INDEX]
     g = attention_mixer(m, layer, index, g)
     index = m.facts[layer * FACTS + FFN_INDEX]
-    g = moe_ffn(m, layer, index, g)
-    return g
+    return moe_ffn(m, layer, index, g)
 
 def decode_kernel(m):
     """The whole step. `m` has every place as an attribute, and `rows`, the number of rows."""
@@ -822,10 +840,10 @@ def places(rows):
         "o_y": vmem((8, 2048), f32),  # out, not rounded
         "router_y": vmem((8, 128), f32),  # router_logits, not rounded
         "route": vmem((8, 128), f32),  # route
-        "wanted": vmem((1, 128), f32),  # local ids of experts not yet in the list
         "expert_slot": vmem((4, 9216, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
         "expert_ids": smem((32,), i32),  # local ids of the layer's distinct experts
+        "expert_words": smem((2,), i32),  # bits of those that are not yet in the list
         "expert_count": smem((1,), i32),  # how many
         "expert_up": vmem((8, 768), f32),  # gate | up of one expert
         "expert_x": vmem((8, 2048), bf16),  # left operand
@@ -854,7 +872,6 @@ def decode_call(rows, operands, state, interpret=False):
     aliased = held if interpret else {}
     given = [f"{n}_in" if interpret else n for n in held]
     names = [*OPERANDS, *given, *out, *aliased, *scratch]
-
     def body(*refs):
         decode_kernel(SimpleNamespace(rows=rows, **dict(zip(names, refs))))
 
