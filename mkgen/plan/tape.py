@@ -19,7 +19,7 @@ LANES = 128
 ROW_BYTES = 512
 COPY_CYCLES = 20                         # of a chunk: its wait, its refill, what is stored
 FETCH = 0.25                             # cycles that a bundle of new code is taken to cost: an assumption, nothing is published
-MOST_CYCLES = 4096                       # the code of a matrix is no longer, for the same reason, unless one block is
+MOST_CYCLES = 2048                       # the code of a matrix is no longer, for the same reason, unless one block is
 
 
 @dataclass(frozen=True)
