@@ -938,7 +938,7 @@ def dense_ffn(m, layer, index, g):
         x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
         m.gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
-    g = stream(m, g, range(16), dense_gate_up_block, turn=4)
+    g = stream(m, g, range(16), dense_gate_up_block, turn=2)
     g = stream(m, g, range(16, 17), dense_gate_up_block)
     # -- dense.act
     gate = m.gate_up_y[:, 0:1056]
@@ -1054,8 +1054,10 @@ def end(m, g):
         x = m.h[:, lanes(k * 1024, 1024)]
         w = panels(m, g, 0, 1024, 1024)
         m.logits[:, lanes(n * 1024, 1024)] += dot(x, w)
-    g = stream(m, g, range(21), head_block, turn=7)
-    g = stream(m, g, range(21, 35), head_block, turn=7, refills=0)
+    g = stream(m, g, range(20), head_block, turn=2)
+    g = stream(m, g, range(20, 22), head_block, turn=2, refills=1)
+    g = stream(m, g, range(22, 34), head_block, turn=2, refills=0)
+    g = stream(m, g, range(34, 35), head_block, refills=0)
     # -- greedy
     first = lax.axis_index("tp") * 5120
     top, token = greedy_local(m.logits[:, :5120], first, jnp.clip(163840 - first, 0, 5120))
