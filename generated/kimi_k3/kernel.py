@@ -114,9 +114,7 @@ def block_mixture(m, y, g, at, live, eps, span):
         weighed, squares = (jnp.sum(s, axis=1, keepdims=True) for s in jnp.split(sums[p], 2, 1))
         return weighed * lax.rsqrt(squares / width + eps)
 
-    def share(p, v):
-        return v.astype(f32) * jnp.concatenate([sums[p]] * -(-span // (2 * LANES)), 1)[:, :span]
-
+    share = lambda p, v: v.astype(f32) * jnp.concatenate([sums[p]] * -(-span // 256), 1)[:, :span]
     lax.fori_loop(0, live, lambda p, _: measure(p, m.snapshots[p].astype(f32)), None)
     measure(last, m.running[...].astype(f32))
     scores = [jnp.where(p < live, score(p), -jnp.inf) for p in range(last)] + [score(last)]
