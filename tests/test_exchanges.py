@@ -108,7 +108,6 @@ def test_every_path_reaches_all_ranks_and_passes_the_checker(mesh):
     (dict(), 640, {"out": "bf16"}),                                    # bf16 values lose nothing
     (dict(activations="f32"), 640, {"out": "f32"}),
     (dict(activations="f32", wire="bf16"), 640, {"out": "bf16"}),      # a sum, whose terms are rounded anyway
-    (dict(), 128, {"out": "f32"}),                                     # 32 columns are one row of words either way
 ])
 def test_what_a_gather_travels_as(build, hidden, wires):
     plan = planned(latent(hidden=hidden, reduce={"rest": "scatter"}, add="whole", **build))

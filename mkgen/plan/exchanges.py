@@ -126,7 +126,7 @@ class Exchanges:
         if asked != {"auto"}:
             return asked == {BESIDE}
         mine, theirs = sum(-(-v.width // over) for v in own), [-(-v.width // over) for v in sums]
-        width, wire = sum(v.width for v in sums), self.gather_wire(sums, sum(theirs))
+        width, wire = sum(v.width for v in sums), self.gather_wire(sums)
         times = {ranks: self.seconds("scatter", self.path("scatter", n, ranks=over), n, ranks=over) for ranks, n in ((0, mine), (1, mine + sum(theirs)))}
         gather = self.seconds("gather", self.path("gather", sum(theirs), wire=wire, ranks=over), sum(theirs), wire)
         other = min(times[0] + self.seconds("reduce", self.path("reduce", width, "auto"), width), times[1] + gather)
@@ -138,16 +138,16 @@ class Exchanges:
 
     def gather_run(self, ranks: int, values: list[Value]) -> Run:
         columns = sum(self.memory.places[v.name].width for v in values)
-        wire = self.gather_wire(values, columns)
+        wire = self.gather_wire(values)
         return Run("gather", self.path("gather", columns, wire=wire, ranks=ranks), tuple(values), wire)
 
-    def gather_wire(self, values: list[Value], columns: int) -> str:
+    def gather_wire(self, values: list[Value]) -> str:
         """bf16 values lose nothing on a bf16 wire; a sum that `build.wire` rounds the terms of may be rounded itself."""
         def sum_of(p: Place) -> bool:
             return p.spread == "partial" or p.whole_at is not None
 
         bf16 = all(self.dtype(v) == "bf16" or self.build.wire == "bf16" and sum_of(self.memory.places[v.name]) for v in values)
-        return "bf16" if bf16 and columns > LANES else "f32"          # up to LANES columns are one row of words either way
+        return "bf16" if bf16 else "f32"
 
     def path_of_sum(self, name: str, width: int, scatter: bool = True, joins: bool = False, over: int = 0) -> tuple[str, ...] | None:
         """The groups that reduce a sum one after another; None: it is scattered (to `over` neighbours) and gathered."""
@@ -156,7 +156,7 @@ class Exchanges:
         path = self.path("reduce", width, "auto" if asked == "scatter" else asked)
         if scatter and asked in ("auto", "scatter"):
             run = -(-width // over)
-            wire = self.gather_wire([self.value(name)], run)
+            wire = self.gather_wire([self.value(name)])
             both = self.seconds("gather", self.path("gather", run, wire=wire, ranks=over), run, wire)
             both += 0.0 if joins else self.seconds("scatter", self.path("scatter", run), run)
             if asked == "scatter" or both < self.seconds("reduce", path, width):
