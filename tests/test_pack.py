@@ -100,7 +100,7 @@ def test_padding_is_zero_and_blocks_are_as_the_kernel_reads_them(tmp_path, base,
             want, at = np.zeros_like(got), 0
             for part in m.parts:
                 w = plan.weights[part.weight]
-                k, n = (share(w, axis, m.whole, ranks, rank) for axis in (0, 1))
+                k, n = (share(w, axis, m, ranks, rank) for axis in (0, 1))
                 local = logical(plan, t, w, layer)[k, n]
                 want[:local.shape[0], at:at + local.shape[1]] = local
                 at += part.width
@@ -149,8 +149,8 @@ def test_kv_heads_are_repeated(tmp_path):
     plan, t, hub = make(tmp_path, "qwen3_30b_a3b", QWEN, 4, "bf16")
     pack(plan, hub, tmp_path / "out")
     places = TapePlaces(plan)
-    k = plan.weights["attention.k"]
-    assert [share(k, 1, False, 4, r) for r in range(4)] == [slice(0, 40)] * 2 + [slice(40, 80)] * 2
+    k, qkv = plan.weights["attention.k"], plan.matrices["attention.qkv"]
+    assert [share(k, 1, qkv, 4, r) for r in range(4)] == [slice(0, 40)] * 2 + [slice(40, 80)] * 2
     tapes = [p.tape for p in load(plan, tmp_path / "out")]
     home, = places.homes[0, "attention.k"]
     parts = [matrix_from_tape(places, tape, 0, home.of.name)[:336, home.at:home.at + 40] for tape in tapes]

@@ -97,8 +97,8 @@ STREAM_USES = (
     f"        for chunk in range(turn):\n{STREAM_USE}            if refills is None or chunk < refills:\n"
     "                tape_copy(m, g + chunk + RING_DEPTH).start()\n"
 )
-INBOX_WAIT = "    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())\n"
-INBOX_WORDS = "[bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]"
+INBOX_WAIT = "    each_peer(stage, lambda step: message(m, stage, words, step, apart).wait())\n"
+INBOX_WORDS = "[inbox(m, stage)[here, i, :, :words] for i in range(stage.size)]"
 
 # name: (template, what stands there, what is put there, how the finding begins); each a mistake that someone can make
 DAMAGE = {
@@ -174,32 +174,32 @@ DAMAGE = {
     ),
     "phase not counted": (
         "lib/collectives.py.j2",
-        "    m.phase[stage.number] += 1\n    return [bitcast(inbox",
-        "    return [bitcast(inbox",
+        "    m.phase[stage.number] += 1\n    found = [inbox",
+        "    found = [inbox",
         "code ranks",
     ),
     "drain of an exchange dropped": (
         "lib/collectives.py.j2",
-        "    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())\n",
+        "    each_peer(stage, lambda step: message(m, stage, words, step, apart).wait())\n",
         "",
         "code",
     ),
     "only arrivals awaited": (
         "lib/collectives.py.j2",
-        "message(m, stage, width, step, apart).wait())",
-        "message(m, stage, width, step, apart).wait_recv())",
+        "message(m, stage, words, step, apart).wait())",
+        "message(m, stage, words, step, apart).wait_recv())",
         "code flight",
     ),
     "only departures awaited": (
         "lib/collectives.py.j2",
-        "message(m, stage, width, step, apart).wait())",
-        "message(m, stage, width, step, apart).wait_send())",
+        "message(m, stage, words, step, apart).wait())",
+        "message(m, stage, words, step, apart).wait_send())",
         "code",
     ),
     "read before the peers' words are here": (
         "lib/collectives.py.j2",
-        f"{INBOX_WAIT}    m.phase[stage.number] += 1\n    return {INBOX_WORDS}",
-        f"    out = {INBOX_WORDS}\n{INBOX_WAIT}    m.phase[stage.number] += 1\n    return out",
+        f"{INBOX_WAIT}    m.phase[stage.number] += 1\n    found = {INBOX_WORDS}",
+        f"    found = {INBOX_WORDS}\n{INBOX_WAIT}    m.phase[stage.number] += 1",
         "code ranks",
     ),
     "wrong peer": (

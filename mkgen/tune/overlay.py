@@ -43,8 +43,9 @@ def plain(value: object) -> object:
 def overlay_text(file: Build, base: Trial, best: Trial, decisions: list[Decision], repack: bool, terms: str) -> str:
     """file: the build as it stands in the spec's file, without overlays and options."""
     keys = changed_keys(best.build, file)
+    began = "the build that the search began with" if changed_keys(base.build, file).keys() - {"rows"} else "the spec's own build"
     out = ["# Made by `mkgen tune`: put it over the spec with --overlay.", f"# {terms}"]
-    out += [f"# {r} row{'s' * (r > 1)}: {base.ms[r]:.3f} ms predicted with the spec's own build, {ms:.3f} ms with this one (checker: pass)"
+    out += [f"# {r} row{'s' * (r > 1)}: {base.ms[r]:.3f} ms predicted with {began}, {ms:.3f} ms with this one (checker: pass)"
             for r, ms in best.ms.items()]
     out.append("# Weights have to be packed again: the layout is another than that of the spec's own build." if repack else
                "# Weights that were packed for the spec's own build serve.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from mkgen.check import check_plan
 from mkgen.errors import MkgenError
 from mkgen.graph.build import build_graph
+from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 from mkgen.plan.planner import make_plan
 from mkgen.spec.load import load_spec
@@ -31,9 +32,10 @@ def run(spec: Spec, rows: tuple[int, ...], *, seconds: float, seed: int = 0, res
     best, base = bench.confirmed(chosen), bench.confirmed(bench.base)
     if chosen is not bench.base and not faster(bench, base, best):       # what few draws have seen, many do not
         best, decisions = base, decide(bench, dims, bench.base)
-    repack = best.layout != base.layout
+    file = load_spec(spec.path).build                        # what weights are packed for where nothing else is said
+    repack = best.layout != layout_hash(bench.plan(file))
     terms = f"independent rows at context {context or spec.build.context}, {MANY:,} draws, exchanges between hosts x {host_latency:g}, seed {seed}"
-    text = overlay_text(load_spec(spec.path).build, base, best, decisions, repack, terms)
+    text = overlay_text(file, base, best, decisions, repack, terms)
     verdict = "pass" if proven(bench, text, best) else "fail"
     alone = {r: bench.predict(alone_plan(bench, best, r), MANY, (r,))[r] for r in rows} if len(best.build.rows) > 1 else {}
     return Result(spec.path, text, base, best, decisions, alone, len(bench.known), bench.predicted, dict(bench.refusals.most_common()),
