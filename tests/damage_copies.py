@@ -12,6 +12,8 @@ from damage_tools import (
     kind,
     node,
     pick,
+    put,
+    siblings,
     sites,
     swapped,
     with_region,
@@ -44,13 +46,34 @@ def wait_doubled(plan, r):
 
 @kind
 def use_before_its_wait(plan, r):
+    """Not a turn's wait for a chunk behind that of its first step: it may come later."""
     return swapped(
         plan,
         r,
         lambda a, b: (
-            isinstance(a, Wait) and isinstance(b, Step) and bool(set(plan.transfers[a.transfer].writes) & {*b.reads})
+            isinstance(a, Wait)
+            and isinstance(b, Step)
+            and bool(set(plan.transfers[a.transfer].writes) & {*b.reads})
+            and not (a.transfer == "tape_copy" and a.args[-1] != "g")
         ),
     )
+
+
+@kind
+def use_before_the_last_wait_of_its_turn(plan, r):
+    """A turn waits for all its chunks, then computes: the last wait behind the step that reads the last chunk."""
+    places = []
+    for where, path in sites(plan, lambda n: isinstance(n, Wait) and n.transfer == "tape_copy" and n.args[-1] != "g"):
+        steps = [k for k, n in enumerate(siblings(plan, (where, path))) if isinstance(n, Step) and "ring" in n.reads]
+        waits = [k for k, n in enumerate(siblings(plan, (where, path))) if isinstance(n, Wait)]
+        if steps and path[-1] == waits[-1] < steps[-1]:
+            places.append(((where, path), steps[-1] - path[-1]))
+    if not places:
+        return None
+    site, ahead = r.choice(places)
+    first = site[1][-1]
+    run = siblings(plan, site)[first : first + ahead + 1]
+    return put(plan, site, *run[1:], run[0], take=len(run))
 
 
 @kind
