@@ -161,10 +161,10 @@ def heads_of_another_block(plan, r):
 
 @kind
 def step_dropped(plan, r):
-    """But one that only names an item, and one that lists the experts beyond the first where there never are any."""
+    """But one that only names a cache (Python finds that), and one that lists experts where there never are more than the first."""
 
     def hit(n):
-        if not isinstance(n, Step) or (n.template, n.macro) == ("attention", "item"):
+        if not isinstance(n, Step) or (n.template, n.macro) == ("attention", "cache"):
             return False
         rest = (n.template, n.macro) == ("experts", "take_rest")
         return not rest or most(plan, n.args["image"].kind, "EXPERT_SLOTS") > plan.spec.build.first_experts
