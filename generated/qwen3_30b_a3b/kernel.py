@@ -396,6 +396,9 @@ def mix_tile(m, kv, i, fade, total, weights):
     keep = jnp.where(low + 1 < old, u32(0xFFFFFFFF), jnp.where(low < old, u32(0xFFFF), u32(0)))
     mixed = dot(weights, wide([bitcast(kv.tiles[slot, b] & keep, bf16) for b in kv.values]))
     kv.softmax[1, row] = kv.softmax[1, row] * fade + total
+    # at a row's first tile the new token's value fades by its weight, which is rounded like all
+    # others
+    fade = jnp.where(old == m.positions[row], round_bf16(fade), fade)
     kv.mixed[row] = kv.mixed[row] * wide([fade] * len(kv.values)) + mixed
 
 def attend_batch(m, kv, batch):
