@@ -125,11 +125,11 @@ class Exchanges:
         asked = {self.build.reduce.get(v.name, self.build.reduce.get("rest", "auto")) for v in sums}
         if asked != {"auto"}:
             return asked == {BESIDE}
-        mine, theirs = sum(-(-v.width // over) for v in own), [-(-v.width // over) for v in sums]
+        mine, theirs = (sum(-(-v.width // over) for v in vs) for vs in (own, sums))
         width, wire = sum(v.width for v in sums), self.gather_wire(sums)
-        times = {ranks: self.seconds("scatter", self.path("scatter", n, ranks=over), n, ranks=over) for ranks, n in ((0, mine), (1, mine + sum(theirs)))}
-        gather = self.seconds("gather", self.path("gather", sum(theirs), wire=wire, ranks=over), sum(theirs), wire)
-        other = min(times[0] + self.seconds("reduce", self.path("reduce", width, "auto"), width), times[1] + gather)
+        alone, both = (self.seconds("scatter", self.path("scatter", n, ranks=over), n, ranks=over) for n in (mine, mine + theirs))
+        gather = self.seconds("gather", self.path("gather", theirs, wire=wire, ranks=over), theirs, wire)
+        other = min(alone + self.seconds("reduce", self.path("reduce", width, "auto"), width), both + gather)
         return self.seconds("scatter", beside.path, mine, ranks=over, beside=width) < other
 
     def sharers_of(self, v: Value) -> int:
