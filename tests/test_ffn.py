@@ -10,6 +10,7 @@ import pytest
 from ffn_cases import CASES, answers, weights
 from small_specs import prove_kernel, spec
 
+from mkgen.errors import MkgenError
 from mkgen.graph.build import build_graph
 from mkgen.graph.ops.moe import largest
 from mkgen.pack.image import expert_image
@@ -153,6 +154,17 @@ def test_groups_are_those_of_the_reference(kernel, score):
 
 
 # -- images ---------------------------------------------------------------------------------------------------------------
+
+def test_more_experts_on_a_rank_than_the_list_has_bits_for():
+    """1,024 are planned; 1,025 are refused, with what to change."""
+    def made(experts):
+        s = spec(1, {"a": Gqa(2, 2, 32)}, {"m": Moe(experts=experts, top_k=2, width=32)}, "a", "m", hidden=64)
+        return make_plan(s, build_graph(s), load_target("tpu7x"))
+
+    assert made(1024).experts[0].local_experts == 1024
+    with pytest.raises(MkgenError, match="1025 experts on a rank(.|\n)*expert_parallel"):
+        made(1025)
+
 
 def test_an_experts_biases_lie_in_its_image():
     """Those of gate and up by columns, that of down once."""

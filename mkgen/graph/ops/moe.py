@@ -182,6 +182,10 @@ class RoutedExperts(Op):
         b.semaphores("expert_sem", (slots,), "one an expert slot")
         listed = max(min(i.local_experts, b.max_rows * b.top_k(i)) for i in b.memory.experts.values())
         b.buffer("expert_ids", (listed,), "i32", "local ids of the layer's distinct experts", space="smem")
+        words = -(-image.local_experts // 32)
+        if words > 32:
+            raise MkgenError(f"{self.name}: {image.local_experts} experts on a rank\n  why: those that are chosen are listed by the bits of up to 32 "
+                             "words, and a word says which of them are not zero\n  fix: a larger build.expert_parallel")
         words = max(-(-i.local_experts // 32) for i in b.memory.experts.values())
         b.buffer("expert_words", (1 + words,), "i32", "bits of those that are not yet in the list", space="smem")
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
