@@ -9,8 +9,12 @@ from conftest import plan_of
 
 from mkgen.check import check_plan
 from mkgen.emit.module import module_files
+from mkgen.graph.build import build_graph
+from mkgen.plan.layout import layout_hash
+from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Loop, Start, Step, streamed, walk
 from mkgen.plan.tape import Part, plan_matrix, seconds
+from mkgen.spec.load import load_spec
 from mkgen.targets import load_target
 
 CHIP = load_target("tpu7x")
@@ -66,3 +70,16 @@ def test_the_time_of_a_block_is_that_of_its_pushes(k, n, pushes):
     m, _ = matrix(k, n, 1)
     assert m.blocks == 1
     assert seconds(m, CHIP, 8, 1)[1] * CHIP.clock_hz == pytest.approx(pushes + CHIP.mxu_drain_cycles, abs=25)
+
+
+@pytest.mark.parametrize("name", ["kimi_k3", "qwen3_30b_a3b", "qwen3_8_27b"])
+def test_packed_weights_do_not_depend_on_the_ring(name):
+    """However many blocks the ring lets a turn have, the tape is the same."""
+    def planned(depth):
+        s = load_spec(f"model_specs/{name}.yaml", sets=[f"build.ring_depth={depth}"])
+        return make_plan(s, build_graph(s), CHIP)
+
+    plans = [planned(depth) for depth in (3, 4, 6, 9, 14)]
+    assert len({layout_hash(p) for p in plans}) == 1
+    assert len({tuple(m.turn for m in p.matrices.values()) for p in plans}) > 1
+    assert all(m.turn <= max(1, p.ring_depth // 2) for p in plans for m in p.matrices.values())

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 
 from mkgen.plan.plan import Plan
-from mkgen.plan.tape import Chunk
+from mkgen.plan.tape import Chunk, Matrix
 
 VERSION = 1                              # of the packing: raise it when formats.py lays the same facts out differently
 HASH_CHARS = 16
@@ -29,6 +29,11 @@ def entry_order(chunks: tuple[Chunk, ...]) -> list[list]:
     return out
 
 
+def stored(m: Matrix) -> dict:
+    """Of a matrix, what decides its bytes: not how many blocks are multiplied at a time."""
+    return {key: value for key, value in asdict(m).items() if key != "turn" and (key, value) != ("over", 0)}
+
+
 def layout_facts(plan: Plan) -> dict:
     """JSON-able facts that decide every byte of tape, expert image and embedding of every rank."""
     model = plan.spec.model
@@ -38,7 +43,7 @@ def layout_facts(plan: Plan) -> dict:
         "mesh": [list(f) for f in plan.mesh.factors],
         "layers": [list(pair) for pair in plan.graph.layers],
         "weights": {n: asdict(w) for n, w in plan.weights.items()},
-        "matrices": {n: asdict(m) for n, m in plan.matrices.items()},
+        "matrices": {n: stored(m) for n, m in plan.matrices.items()},
         "vectors": {n: asdict(v) for n, v in plan.vectors.items()},
         "order": {n: entry_order(r.chunks) for n, r in plan.regions.items()},
         "experts": [asdict(image) for image in plan.experts],
