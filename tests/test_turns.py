@@ -82,4 +82,4 @@ def test_packed_weights_do_not_depend_on_the_ring(name):
     plans = [planned(depth) for depth in (3, 4, 6, 9, 14)]
     assert len({layout_hash(p) for p in plans}) == 1
     assert len({tuple(m.turn for m in p.matrices.values()) for p in plans}) > 1
-    assert all(m.turn <= max(1, p.ring_depth // 2) for p in plans for m in p.matrices.values())
+    assert all(m.turn <= -(-p.ring_depth // 2) for p in plans for m in p.matrices.values())

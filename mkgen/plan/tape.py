@@ -125,7 +125,8 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     in a line.
 
     k, widths: the rank's own. rows, terms: of the left operand, which decide what a block of groups costs. The shape is chosen for
-    any ring; a turn takes no more than half of this one: the other half is on its way meanwhile. Products with scales of groups go block by block."""
+    any ring; a turn takes no more than half of this one, rounded up: the rest is on its way meanwhile. Products with scales of groups
+    go block by block."""
     n = sum(p.width for p in parts)
     found: list[tuple[tuple[float, int, float], Matrix]] = []
 
@@ -157,7 +158,7 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
                          f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
     found.sort(key=lambda f: f[0])
     shape = replace(found[0][1], turn=1)                    # whatever the ring: packed weights do not depend on the schedule
-    fit = [f for f in found if f[1].turn <= max(1, ring_depth // 2)]
+    fit = [f for f in found if f[1].turn <= -(-ring_depth // 2)]
     best = next(f for f in fit if replace(f[1], turn=1) == shape)
     return best[1], reason([best, *(f for f in fit if f is not best)], lambda m: seconds(m, target, rows, terms))
 
