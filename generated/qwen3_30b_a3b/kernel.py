@@ -456,7 +456,8 @@ EXPERT_UP = Section(0, 2048, 6, 1024, 6144, 0, 6)  # gate | up
 EXPERT_DOWN = Section(6144, 384, 16, 192, 9216, 0, 16)
 LOCAL_EXPERTS = 32
 EXPERT_SLOTS = 4
-FIRST_EXPERTS = 2  # fetched before the others: all at once would come late
+FIRST_EXPERTS = 2  # fetched before others: more at once would all come late
+EXPERTS_AHEAD = 3  # on their way while one is computed
 
 def first_expert(local):
     """The first of a rank's `local` experts; the ranks of one tensor-parallel group share them."""
@@ -720,17 +721,16 @@ def moe_ffn(m, layer, index, g):
         take_expert(m, i)
         expert_copy(m, index, i).start()
     lax.fori_loop(0, jnp.minimum(m.expert_count[0], FIRST_EXPERTS), first_experts, None)
+    lax.fori_loop(FIRST_EXPERTS, m.expert_count[0], lambda i, _: take_expert(m, i), None)
+    more = jnp.minimum(m.expert_count[0], EXPERTS_AHEAD) - FIRST_EXPERTS
+    lax.fori_loop(0, more, lambda i, _: expert_copy(m, index, FIRST_EXPERTS + i).start(), None)
     m.routed[...] = jnp.zeros_like(m.routed)
     m.expert_x[...] = m.h[...]
-    first = jnp.minimum(m.expert_count[0], FIRST_EXPERTS)  # the others meanwhile
-    lax.fori_loop(first, m.expert_count[0], lambda i, _: take_expert(m, i), None)
-    more = jnp.minimum(m.expert_count[0], EXPERT_SLOTS) - FIRST_EXPERTS
-    lax.fori_loop(0, more, lambda i, _: expert_copy(m, index, FIRST_EXPERTS + i).start(), None)
     def routed_expert(i, _):
         expert_copy(m, index, i).wait()
+        due = i + EXPERTS_AHEAD < m.expert_count[0]
+        pl.when(due)(lambda: expert_copy(m, index, i + EXPERTS_AHEAD).start())
         run_expert(m, i, m.route, m.routed)
-        due = i + EXPERT_SLOTS < m.expert_count[0]
-        pl.when(due)(lambda: expert_copy(m, index, i + EXPERT_SLOTS).start())
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
     tape_copy(m, g + RING_DEPTH - 1).start()
     reduce_start(m, (CORE, CHIP), m.routed[...])

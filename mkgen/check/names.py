@@ -42,6 +42,7 @@ def constants(plan: Plan) -> dict[str, int]:
         "KV_BATCH": max(1, min(build.kv_batch, build.kv_slots // 2, max(build.rows) * (build.context // build.kv_tile))),
         "EXPERT_SLOTS": build.expert_slots,
         "FIRST_EXPERTS": build.first_experts,
+        "EXPERTS_AHEAD": build.experts_ahead,
     }
     out |= {f"LOCAL_EXPERTS{image.suffix.upper()}": image.local_experts for image in plan.experts}
     out |= {f"PIECES{image.suffix.upper()}": image.pieces for image in plan.experts}

@@ -34,7 +34,7 @@ def scenarios(plan: Plan, rows: int) -> list[Scenario]:
     def spread(pool: list[int], idle: int | None) -> tuple[int, ...]:
         return tuple(-1 if r == idle else max(0, min(pool[r % len(pool)], last)) for r in range(rows))
 
-    some = tuple(min(n, most) for n in (slots + 1, 1, 0, slots, 2 * slots + 1))
+    some = tuple(min(n, most) for n in (slots + 1, 1, 0, slots, slots - 1, 2 * slots + 1))
     none = tuple([-1] * rows)
     plans = [
         ("rows at edges", spread(edges, None), some),

@@ -46,7 +46,6 @@ class Builder(Values, Weights, Exchanges, Nodes):
         self.by_column = True            # is a sum that is added to split columns made in runs?
         self.trace: list[Op | Exchange] = []
         self.whole_sums: frozenset[str] = frozenset()    # sums that are needed whole
-        self.holding, self.held_back = False, 0
         self.routes_at = 0               # the first node behind which memory is the experts'
         self.talks: set[str] = set()     # ops that exchange something in their middle
 
@@ -94,24 +93,15 @@ class Builder(Values, Weights, Exchanges, Nodes):
         return Seq(tuple(self.early + self.nodes[0] + self.late))
 
     def lower(self, op: Op) -> None:
-        """Where refills are held, that is from the router's product until the experts are chosen: their copies go first."""
+        """Refills of the ring that would come in front of the experts may come behind them."""
         self.op = op
-        route = next((o for o in self.sub.ops if o.kind == "route"), None) if self.build.hold_refills else None
-        if route is not None and route.logits in op.outputs():
-            self.close()
-            self.holding = True
         self.complete(op)
         self.trace.append(op)
         if op.kind == "route":
             self.routes_at = len(self.nodes[0])
         op.lower(self)
         self.ends[op.name] = len(self.nodes[0])
-        if op.kind == "route":
-            self.holding = False
-            if self.held_back >= self.memory.ring_depth:
-                raise MkgenError(f"{self.sub.name}: {self.held_back} chunks are read while refills are held, the ring has {self.memory.ring_depth} slots\n"
-                                 "  fix: build.hold_refills: false, or a larger build.ring_depth")
-        elif op.kind == "routed_experts":
+        if op.kind == "routed_experts":
             self.refill_behind(self.routes_at)
 
     def result(self, v: Value) -> str:

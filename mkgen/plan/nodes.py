@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from mkgen.graph.ir import Op, State, Value
 from mkgen.plan.memory import identifier
-from mkgen.plan.regions import Buffer, Loop, Node, Start, Step, Transfer, Wait
+from mkgen.plan.regions import Buffer, Collective, Loop, Node, Start, Step, Transfer, Wait
 from mkgen.plan.tape import Matrix
 from mkgen.plan.values import Target
 
@@ -49,6 +49,15 @@ class Nodes:
         self.nodes.append([])
         yield
         self.nodes[0][at:at] = self.nodes.pop()
+
+    @contextmanager
+    def before_finish(self, op: str):
+        """Nodes added inside go in front of the first finish of an exchange behind an earlier op; here, if there is none."""
+        nodes = self.nodes[0]
+        at = next((i for i in range(self.ends[op], len(nodes)) if isinstance(nodes[i], Collective) and nodes[i].part == "finish"), len(nodes))
+        self.nodes.append([])
+        yield
+        nodes[at:at] = self.nodes.pop()
 
     @contextmanager
     def loop(self, name: str, var: str, trips: str, doc: str = "", bound: int | None = None, unroll: bool = False,

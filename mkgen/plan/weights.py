@@ -80,28 +80,26 @@ class Weights:
         self.nodes[-1] += ([REFILL] if refill else []) + [Advance()]
 
     def refills(self, count: int) -> int:
-        """How many of the next `count` chunks refill their slot at once: all, except at the end of the tape, or while refills are held."""
-        if self.holding:
-            self.held_back += count
-            return 0
+        """How many of the next `count` chunks refill their slot at once: all, except at the end of the tape."""
         if self.end_chunks is None:
             return count
         return max(0, min(count, self.end_chunks - self.memory.ring_depth - len(self.chunks)))
 
-    def release(self) -> None:
-        """The refills that have been held, behind what was more urgent."""
-        if self.held_back:
-            start = Start("tape_copy", ("m", f"g + RING_DEPTH - {self.held_back} + i"))
-            self.nodes[-1].append(Loop("held_refills", "i", str(self.held_back), (start,), doc="refills held back behind the experts"))
-            self.memory.notes.append((self.sub.name, f"{self.held_back} refills of the ring are held back behind the first experts"))
-
     def refill_behind(self, since: int) -> None:
-        """Refills since that node of the sub-layer come here: what it started meanwhile is waited for sooner than they are.
-        At most half of the ring: the other half is what may be read before they come."""
-        nodes, count = without_refills(self.nodes[0][since:])
-        if 0 < count <= self.memory.ring_depth // 2:
+        """The last refills of the sub-layer come here: what it has started meanwhile is waited for sooner than they are. As many as
+        `build.late_refills` says; else those since its node `since`, up to half of the ring: the other half is what may be read
+        before they come."""
+        nodes, asked, ring = self.nodes[0], self.build.late_refills, self.memory.ring_depth
+        if asked is not None and asked >= ring:
+            raise MkgenError(f"build.late_refills: {asked} of a ring of {ring}\n  why: its next chunk is read before they come\n"
+                             f"  fix: at most {ring - 1}")
+        at, count, most, first = len(nodes), 0, ring // 2 if asked is None else asked, since if asked is None else 0
+        while at > first and count + (more := without_refills(nodes[at - 1:at])[1]) <= most:
+            at, count = at - 1, count + more
+        if count:
             late = Loop("late_refills", "i", str(count), (Start("tape_copy", ("m", f"g + RING_DEPTH - {count} + i")),))
-            self.nodes[0][since:] = [*nodes, late if count > 1 else Start("tape_copy", ("m", "g + RING_DEPTH - 1"))]
+            nodes[at:] = [*without_refills(nodes[at:])[0], late if count > 1 else Start("tape_copy", ("m", "g + RING_DEPTH - 1"))]
+            self.memory.notes.append((self.sub.name, f"{count} refills of the ring wait until the experts are done"))
 
     def together(self, *groups: tuple[Weight, ...]) -> None:
         """The vectors of one step lie in one chunk: a new one is begun if the open one has no room for all of them."""

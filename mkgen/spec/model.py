@@ -99,7 +99,7 @@ class Build:
     expert_slots: int = 4
     kv_slots: int = 16
     kv_batch: int = 8                            # tiles that are computed at a time
-    hold_refills: bool = False                   # of the ring, from the router on until a layer's first experts are on their way
+    late_refills: int | None = None              # of the ring, the last ones in front of a layer's experts that wait until these are done
     reduce: dict[str, str] = field(default_factory=dict)       # sum over the ranks, or 'rest' -> auto | scatter | groups of ranks, see exchanges.py
     gather: str = "auto"                         # groups of ranks, innermost first: 'chip_core host'
     scatter: str = "auto"
@@ -121,8 +121,13 @@ class Build:
 
     @property
     def first_experts(self) -> int:
-        """Experts of a layer that are fetched at once, before the other slots are filled: more would share the memory, and all come late."""
-        return min(2, self.expert_slots)
+        """Experts of a layer that are fetched at once, before others are: more would share the memory, and all come late."""
+        return min(2, self.experts_ahead)
+
+    @property
+    def experts_ahead(self) -> int:
+        """Experts that may be on their way while one is computed."""
+        return self.expert_slots - 1
 
 
 @dataclass(frozen=True)

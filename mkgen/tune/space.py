@@ -16,7 +16,7 @@ from mkgen.spec.model import Build, Mla, Model, Moe
 NUMERICS = {"activations": ("bf16", "f32"), "wire": ("f32", "bf16")}        # knobs that change what is computed: only if allowed by name
 NOT_SEARCHED = {                         # what a schedule could vary and no key of a build says
     "loop nest against unrolling": "a plan has one loop over the layers",
-    "points of the ring's top-ups": "a slot is filled again as soon as it has been read, or behind a layer's first experts: build.hold_refills",
+    "points of the ring's top-ups": "a slot is filled again as soon as it has been read, or behind a layer's experts: build.late_refills",
 }
 DEPTHS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)     # times the spec's own
 SIZES = (0.25, 0.5, 0.75, 1.5, 2)                    # likewise, of blocks and pieces
@@ -46,7 +46,7 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     moe = any(isinstance(f, Moe) for f in model.ffns.values())
     cached = any(op.kind == "attention" or s.positional for sub in plan.graph.sublayers() for op in sub.ops for s in op.states())
     out = [variants(build, rows), number("ring_depth", build, {max(2, round(build.ring_depth * times)) for times in DEPTHS})]
-    out += [number("expert_slots", build, SLOTS), choice("hold_refills", (False, True))] * moe
+    out += [number("expert_slots", build, SLOTS), late_refills(build)] * moe
     out += [split(build)] * (moe and build.ranks > 1)
     out += [*exchanges(plan), *families(model, neighbours(build.mesh))] * (build.ranks > 1)
     out += [blocks(build)]
@@ -61,6 +61,11 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
 
 def number(key: str, build: Build, values) -> Dimension:
     return choice(key, tuple(sorted({*values, getattr(build, key)})))
+
+
+def late_refills(build: Build) -> Dimension:
+    """Refills that wait for a layer's experts: as the plan has it, or eighths of the ring."""
+    return choice("late_refills", (None, *sorted({*(build.ring_depth * n // 8 for n in range(8)), build.ring_depth - 1})))
 
 
 def scaled(kib: int) -> set[int]:

@@ -168,7 +168,7 @@ class RoutedExperts(Op):
 
     def lower(self, b):
         image = b.expert_image(self)
-        slots, first, rows, copy = b.build.expert_slots, b.build.first_experts, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
+        ahead, first, rows, copy = b.build.experts_ahead, b.build.first_experts, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
         most, count, local = b.most(lambda i: i.rows), "m.expert_count[0]", f"LOCAL_EXPERTS{image.suffix.upper()}"
         at, expert = f"index * {local} + m.expert_ids[i]", "i"
         if image.pieces > 1:
@@ -178,8 +178,8 @@ class RoutedExperts(Op):
             if self.norm is not None and not self.apart:
                 raise MkgenError(f"{self.name}: an expert of {image.expert_bytes / 2**20:.1f} MiB is fetched in {image.pieces} pieces, and its output is "
                                  f"normed\n  why: the norm needs all of it at once\n  fix: raise build.expert_kib, or choose a tensor_parallel above 1")
-        b.buffer("expert_slot", (slots, most, LANES), "u32", "experts, one a slot")
-        b.semaphores("expert_sem", (slots,), "one an expert slot")
+        b.buffer("expert_slot", (b.build.expert_slots, most, LANES), "u32", "experts, one a slot")
+        b.semaphores("expert_sem", (b.build.expert_slots,), "one an expert slot")
         listed = max(min(i.local_experts, b.max_rows * b.top_k(i)) for i in b.memory.experts.values())
         b.buffer("expert_ids", (listed,), "i32", "local ids of the layer's distinct experts", space="smem")
         words = -(-image.local_experts // 32)
@@ -201,30 +201,31 @@ class RoutedExperts(Op):
                    "m.expert_sem.at[slot]", image.rows * 512, "Number i of the layer's list of experts, into its slot." if image.pieces == 1 else
                    "Piece i of the experts of the layer's list, into its slot.",
                    setup=("slot = lax.rem(i, EXPERT_SLOTS)",), reads=(image.name,), writes=("expert_slot",))
-        with b.after(b.maker(self.route)):
+        chosen = b.maker(self.route)
+        with b.after(chosen):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, FIRST_EXPERTS)", bound=first):
                 b.step(self, "experts", "take", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
                 b.start(copy, "m", "index", "i")
-            b.release()
+        with b.before_finish(chosen):
+            b.step(self, "experts", "take_rest", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
+            if ahead > first:
+                with b.loop("more", "i", f"jnp.minimum({count}, EXPERTS_AHEAD) - FIRST_EXPERTS", bound=ahead - first):
+                    b.start(copy, "m", "index", "FIRST_EXPERTS + i")
         x = b.read(self.x, "bf16")
         y = b.write(self.y, width=None if self.apart else image.down.panels * LANES, dtype="f32")
         shared = () if self.scale_input else operand             # by all experts; where inputs are scaled, each makes its own
         b.step(self, "experts", "begin", writes=(y.ref[2:], *shared), y=y.ref, x=x if shared else None,
                operand=f"m.{scratch['x']}" if shared else None, image=image)
-        b.step(self, "experts", "take_rest", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
-        if slots > first:
-            with b.loop("more", "i", f"jnp.minimum({count}, EXPERT_SLOTS) - FIRST_EXPERTS", bound=slots - first):
-                b.start(copy, "m", "index", "FIRST_EXPERTS + i")
         weight = None if self.norm_weight is None else "norm_weight"
         if weight:                       # read once, and also by a rank that has no expert to run
             b.step(self, "experts", "norm_weight", w=b.vector(self.norm_weight))
         with b.loop("routed_expert", "i", count, bound=image.pieces * min(image.local_experts, rows)):
             b.wait(copy, "m", "index", "i")
+            b.start(copy, "m", "index", "i + EXPERTS_AHEAD", when=f"i + EXPERTS_AHEAD < {count}")
             b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", *shared),
                    writes=(y.ref[2:], *({*scratch.values(), *operand} - {*shared})),
                    x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
                    norm=self.norm, apart=self.top_k if self.apart else 0, **b.activation(self.act, image.gated))
-            b.start(copy, "m", "index", "i + EXPERT_SLOTS", when=f"i + EXPERT_SLOTS < {count}")
 
 
 def normed(env, x, norm: Norm, w: Weight | None):
