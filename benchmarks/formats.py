@@ -66,7 +66,7 @@ def measure(fmt: str, k: int, n: int, rows: int, activations: str) -> float:
         (8, k), jnp.float32 if activations == "f32" else jnp.bfloat16)
 
     def grouped(w, x, sums, y, slot):
-        s = eval(known.section(section), space)._replace(wide=section.panels)
+        s = eval(known.section(section), space)._replace(runs=section.panels)
         space["coded_matmul"](m, w, slot, s, (x, sums) if f.zero else x, space["into"](y, add=True))
 
     def plain(w, x, _, y, slot):

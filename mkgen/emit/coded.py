@@ -28,6 +28,7 @@ class Coded:
     blocks: tuple[Section, ...]          # on the tape, decoded
     terms: int
     on_tape: bool
+    rolled: bool                         # are there loops over panels?
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -93,10 +94,10 @@ class Coded:
         flags = {"zero": f.zero, "widen": widens(fmt, group), "columns": f.tensor_scale or f.column}
         return ", ".join(args + [f"{name}=True" for name, on in flags.items() if on])
 
-    def section(self, s: Section, at: int = 0) -> str:
-        """Source text of a section whose rows begin `at` rows further down."""
+    def section(self, s: Section, at: int = 0, runs: str = "") -> str:
+        """Source text of a section whose rows begin `at` rows further down. runs: of panels, as source text; else those of a loop."""
         args = [constant(s.format, s.group), *map(str, (s.at + at, s.k, s.panels, s.scales_at + at, s.scale_rows,
-                                                        s.wide))]
+                                                        runs or s.wide))]
         if s.kind.zero:
             args += [f"zeros_at={s.zeros_at + at}", f"zero_rows={s.zero_rows}"]
         if s.column_rows:
@@ -109,4 +110,5 @@ def coded(plan: Plan) -> Coded:
                         for at_once in (False, True))
     routed = [s for image in plan.experts for s in (image.up, image.down) if s.group]
     terms = 2 if plan.spec.build.activations == "f32" else 1
-    return Coded((*streamed, *routed), tuple(blocks), terms, bool(streamed or blocks))
+    return Coded((*streamed, *routed), tuple(blocks), terms, bool(streamed or blocks),
+                 bool(streamed) or any(not image.straight for image in plan.experts))

@@ -4,12 +4,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkgen.errors import MkgenError
-from mkgen.plan.section import Section, stored_group
+from mkgen.plan.section import DEPTH, Section, stored_group
 from mkgen.plan.shard import round_up
 from mkgen.plan.tape import LANES, ROW_BYTES
 from mkgen.spec.formats import FORMATS
 
 SHARE = 32                               # K of codes in sections: 4 or 8 whole u32 rows
+STRAIGHT_WEIGHTS = 8 * 2 ** 20          # of an expert whose dots may all be one basic block: some four thousand bundles
 OPERAND = "experts"                      # of the kernel; with the kind's name behind it, where there are several
 
 
@@ -67,6 +68,25 @@ class ExpertImage:
     def expert_bytes(self) -> int:
         """Of one expert of a rank, all pieces, with padding."""
         return self.pieces * self.rows * ROW_BYTES
+
+    @property
+    def straight(self) -> bool:
+        """Are all its products one basic block? The compiler keeps the order of dots, and hides a drain behind the next of them."""
+        return (self.up.panels * self.up.k + self.down.panels * self.down.k) * LANES <= STRAIGHT_WEIGHTS
+
+    @property
+    def up_runs(self) -> str:
+        """Source text of the panels of gate and up in the order of their dots: those that make a whole left operand of down together,
+        so that phi of the first runs while the next are multiplied. A loop's number of panels a trip where the code would be too long."""
+        if not self.straight:
+            return str(self.up.wide)
+        inner = self.width_padded // LANES
+        parts = [range(at, min(at + DEPTH // LANES, inner)) for at in range(0, inner, DEPTH // LANES)]
+        return str(tuple(tuple(p + first for first in range(0, self.up.panels, inner) for p in part) for part in parts))
+
+    @property
+    def down_runs(self) -> str:
+        return f"(range({self.down.panels}),)" if self.straight else str(self.down.wide)
 
     def slot(self, index: int, expert: int, piece: int) -> int:
         """Where a piece of `expert` of the kind's index-th layer lies in the array of the ranks that hold it."""
