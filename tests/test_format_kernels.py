@@ -5,8 +5,11 @@ import pytest
 
 from mkgen.check import check_plan
 from mkgen.emit.module import module_files
+from mkgen.emit.render import render_kernel
 from mkgen.graph.build import build_graph
 from mkgen.plan.planner import make_plan
+from mkgen.prove.verify import verdict
+from mkgen.prove.worker_verify import prove
 from mkgen.spec.model import Gqa, Mla, Mlp, Moe, Rope
 from mkgen.targets import load_target
 from small_specs import prove_kernel, spec
@@ -41,6 +44,20 @@ def test_experts(fmt, parallel, activations, rows):
     prove_kernel(spec(2, {"attention": Gqa(heads=2, kv_heads=1, head_dim=32)}, {"moe": Moe(experts=4, top_k=2, width=192)},
                       "attention", "moe", hidden=320, activations=activations, rows=rows, expert_parallel=2 // parallel,
                       tensor_parallel=parallel, formats={"experts": fmt}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt, rows", [("bf16", (3,)), ("nvfp4", (1, 8))])
+def test_experts_in_loops(monkeypatch, fmt, rows):
+    """Experts too large for one basic block: loops over panels, of gate and up, then of down. Proven in this process, whose bounds are moved."""
+    monkeypatch.setattr("mkgen.plan.experts.STRAIGHT_WEIGHTS", 0)
+    monkeypatch.setattr("mkgen.plan.section.BLOCK_WEIGHTS", 2 * 320 * 128)
+    made = spec(1, {"attention": Gqa(heads=2, kv_heads=1, head_dim=32)}, {"moe": Moe(experts=4, top_k=2, width=192)}, "attention", "moe",
+                hidden=320, rows=rows, formats={"experts": fmt})
+    kernel = render_kernel(make_plan(made, build_graph(made), load_target("tpu7x")))
+    assert "each_run(s, some)" in kernel
+    rungs = prove(made)
+    assert verdict(rungs) == "pass", "\n".join(str(r) for r in rungs if r.verdict == "fail")
 
 
 @pytest.mark.parametrize("name", CASES)
