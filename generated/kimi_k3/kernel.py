@@ -542,11 +542,11 @@ class Section(NamedTuple):  # A matrix or a block of one: codes, then scales, pa
     panels: int  # of 128 columns
     scales_at: int
     scale_rows: int  # a panel
-    wide: int  # panels of one basic block: enough to hide the drain of a dot
+    runs: tuple  # of panels: each is one basic block, whose drains the next one hides
 
 MXFP4 = Format(jnp.float4_e2m1fn, 8, 32, 6)
-EXPERT_UP = Section(MXFP4, 0, 3584, 6, 2688, 28, 6)  # gate | up
-EXPERT_DOWN = Section(MXFP4, 2856, 384, 28, 4200, 3, 28)
+EXPERT_UP = Section(MXFP4, 0, 3584, 6, 2688, 28, ((0, 1, 3, 4), (2, 5)))  # gate | up
+EXPERT_DOWN = Section(MXFP4, 2856, 384, 28, 4200, 3, (range(28),))
 LOCAL_EXPERTS = 224
 EXPERT_SLOTS = 4
 FIRST_EXPERTS = 2  # fetched before others: more at once would all come late
@@ -657,12 +657,12 @@ def spread(m, left, x, f):
         left[c, : stack.shape[0], :width] = stack
 
 def coded_matmul(m, slots, slot, s, left, write):
-    """x W of the section s in slots[slot]: write(panel, width, part), s.wide panels at a time."""
+    """x W of the section s in slots[slot]: write(panel, f32 [8, 128]), run after run."""
     f, rowwise = s.format, m.rows <= s.format.few
-    def some(trip, _):
+    for run in s.runs:
+
         def rows(at, each, skip, count):
-            starts = [at + (trip * s.wide + i) * each + skip for i in range(s.wide)]
-            starts = [pl.multiple_of(a, 8) if each % 8 == 0 else a for a in starts]
+            starts = [at + panel * each + skip for panel in run]
             return jnp.concatenate([slots[slot, pl.ds(a, count), :] for a in starts], axis=1)
         words = rows(s.scales_at, s.scale_rows, 0, s.scale_rows)
         scales = bitcast(bitcast(words, jnp.uint8).astype(u32) << 23, f32)  # an exponent
@@ -681,18 +681,17 @@ def coded_matmul(m, slots, slot, s, left, write):
                 totals[j if rowwise else 0] += part
         if rowwise:
             totals = [jnp.sum(total, axis=0, keepdims=True) for total in totals]
-        write(trip * s.wide, s.wide * LANES, pad_rows(jnp.concatenate(totals)))
-
-    lax.fori_loop(0, s.panels // s.wide, some, None)
+        for panel, part in zip(run, heads_of(pad_rows(jnp.concatenate(totals)), LANES)):
+            write(panel, part)
 
 def run_expert(m, i, route, y):
     """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
-    def write_up(panel, columns, gate_up):
-        m.expert_up[:, lanes(panel * LANES, columns)] = gate_up
+    def write_up(panel, gate_up):
+        m.expert_up[:, lanes(panel * LANES, LANES)] = gate_up
 
-    def add_down(panel, columns, down):
-        y[:, lanes(panel * LANES, columns)] += weight * down
+    def add_down(panel, down):
+        y[:, lanes(panel * LANES, LANES)] += weight * down
 
     coded_matmul(m, m.expert_slot, slot, EXPERT_UP, m.expert_x, write_up)
     gate = m.expert_up[:, :width]

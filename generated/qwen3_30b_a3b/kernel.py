@@ -450,10 +450,10 @@ class Section(NamedTuple):  # One matrix of an expert: bf16, two a word, panel a
     panel_rows: int
     scales_at: int
     scale_rows: int  # a panel
-    wide: int  # panels of one basic block: enough to hide the drain of a dot
+    runs: tuple  # of panels: each is one basic block, whose drains the next one hides
 
-EXPERT_UP = Section(0, 2048, 6, 1024, 6144, 0, 6)  # gate | up
-EXPERT_DOWN = Section(6144, 384, 16, 192, 9216, 0, 16)
+EXPERT_UP = Section(0, 2048, 6, 1024, 6144, 0, ((0, 1, 3, 4), (2, 5)))  # gate | up
+EXPERT_DOWN = Section(6144, 384, 16, 192, 9216, 0, (range(16),))
 LOCAL_EXPERTS = 32
 EXPERT_SLOTS = 4
 FIRST_EXPERTS = 2  # fetched before others: more at once would all come late
@@ -550,26 +550,25 @@ def take_expert(m, i):
 def panel_part(m, slot, at, panel, panel_rows, skip, rows):
     """`rows` u32 rows of one panel of an expert slot, after the first `skip`."""
     start = at + panel * panel_rows + skip
-    start = pl.multiple_of(start, 8) if panel_rows % 8 == 0 else start
     return m.expert_slot[slot, pl.ds(start, rows), :]
 
 def expert_matmul(m, slot, s, lhs, write):
-    """x W of one section: write(panel, width, f32 [8, width]); lhs: [8, k]."""
-    def group(trip, _):
-        p, wide, rows = trip * s.wide, s.wide, s.panel_rows
-        w = [panel_part(m, slot, s.at, p + i, rows, 0, rows) for i in range(wide)]
+    """x W of one section: write(panel, f32 [8, 128]), run after run; lhs: [8, k]."""
+    for run in s.runs:
+        w = [panel_part(m, slot, s.at, panel, s.panel_rows, 0, s.panel_rows) for panel in run]
         w = jnp.concatenate([bitcast(part, bf16) for part in w], axis=1)
-        write(p, wide * LANES, dot(lhs[...], w))
-    lax.fori_loop(0, s.panels // s.wide, group, None)
+        y = dot(lhs[...], w)
+        for panel, part in zip(run, heads_of(y, LANES)):
+            write(panel, part)
 
 def run_expert(m, i, route, y):
     """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
-    def write_up(panel, columns, gate_up):
-        m.expert_up[:, lanes(panel * LANES, columns)] = gate_up
+    def write_up(panel, gate_up):
+        m.expert_up[:, lanes(panel * LANES, LANES)] = gate_up
 
-    def add_down(panel, columns, down):
-        y[:, lanes(panel * LANES, columns)] += weight * down
+    def add_down(panel, down):
+        y[:, lanes(panel * LANES, LANES)] += weight * down
 
     expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
     gate = round_bf16(m.expert_up[:, :width])
