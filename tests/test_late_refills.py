@@ -39,10 +39,10 @@ def late(plan: Plan) -> list[int]:
 
 
 def test_the_more_wait_the_fewer_come_first():
-    plans = [planned(mixture(2, ring_depth=8, block_kib=40, late_refills=n)) for n in range(4)]
+    plans = [planned(mixture(2, ring_depth=8, block_kib=40, late_refills=n)) for n in (1, 2, 3)]
     before = [starts(p)[:starts(p).index("expert_copy")].count("tape_copy") for p in plans]
-    assert before == [3, 2, 1, 0], "refills in front of the first expert"
-    assert [late(p) for p in plans] == [[], [], [2], [3]], "one alone is no loop"
+    assert before == [2, 1, 0], "refills in front of the first expert"
+    assert [late(p) for p in plans] == [[], [2], [3]], "one alone is no loop"
     assert not any(list(check_plan(p)) for p in plans) and len({layout_hash(p) for p in plans}) == 1, "the tape is the same"
 
 

@@ -87,13 +87,13 @@ class Weights:
 
     def refill_behind(self, since: int) -> None:
         """The last refills of the sub-layer come here: what it has started meanwhile is waited for sooner than they are. As many as
-        `build.late_refills` says; else those since its node `since`, up to half of the ring: the other half is what may be read
+        `build.late_refills` says; if 0, those since its node `since`, up to half of the ring: the other half is what may be read
         before they come."""
         nodes, asked, ring = self.nodes[0], self.build.late_refills, self.memory.ring_depth
-        if asked is not None and asked >= ring:
+        if asked >= ring:
             raise MkgenError(f"build.late_refills: {asked} of a ring of {ring}\n  why: its next chunk is read before they come\n"
                              f"  fix: at most {ring - 1}")
-        at, count, most, first = len(nodes), 0, ring // 2 if asked is None else asked, since if asked is None else 0
+        at, count, most, first = len(nodes), 0, asked or ring // 2, 0 if asked else since
         while at > first and count + (more := without_refills(nodes[at - 1:at])[1]) <= most:
             at, count = at - 1, count + more
         if count:

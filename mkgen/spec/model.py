@@ -99,7 +99,7 @@ class Build:
     expert_slots: int = 4
     kv_slots: int = 16
     kv_batch: int = 8                            # tiles that are computed at a time
-    late_refills: int | None = None              # of the ring, the last ones in front of a layer's experts that wait until these are done
+    late_refills: int = 0                        # of the ring, the last in front of a layer's experts, which wait for these; 0: those behind the choice
     reduce: dict[str, str] = field(default_factory=dict)       # sum over the ranks, or 'rest' -> auto | scatter | groups of ranks, see exchanges.py
     gather: str = "auto"                         # groups of ranks, innermost first: 'chip_core host'
     scatter: str = "auto"

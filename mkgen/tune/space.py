@@ -65,7 +65,7 @@ def number(key: str, build: Build, values) -> Dimension:
 
 def late_refills(build: Build) -> Dimension:
     """Refills that wait for a layer's experts: as the plan has it, or eighths of the ring."""
-    return choice("late_refills", (None, *sorted({*(build.ring_depth * n // 8 for n in range(8)), build.ring_depth - 1})))
+    return number("late_refills", build, {*(build.ring_depth * n // 8 for n in range(8)), build.ring_depth - 1})
 
 
 def scaled(kib: int) -> set[int]:
