@@ -185,6 +185,7 @@ BAD_SPECS = [
     (QWEN, "  ring_depth: 18", "  ring_depth: 99", "the ring alone"),
     (QWEN, "  expert_slots: 4", "  expert_slots: 1", "expert_slots is 1"),
     (QWEN, "  expert_slots: 4", "  kv_slots: 1", "kv_slots is 1"),
+    (QWEN, "  expert_slots: 4", "  unroll: 9", "unroll is 9"),
     (QWEN, "  layers: 48", "  layers: 48\n  layers: 48", "key 'layers' is written twice"),
     (QWEN, "build:\n", "bild: {}\nbuild:\n", "unknown key bild", "bild:"),
     (QWEN, "  ffn: moe*48", "  ffn: [moe*48", "is not valid YAML", "  mixers:"),

@@ -20,8 +20,8 @@ from mkgen.targets import load_target
 CHIP = load_target("tpu7x")
 
 
-def matrix(k: int, n: int, ring_depth: int, turn: int | None = None):
-    m, why = plan_matrix("x", (Part("w", n),), k, False, 4096, CHIP, ring_depth=ring_depth)
+def matrix(k: int, n: int, unroll: int, turn: int | None = None):
+    m, why = plan_matrix("x", (Part("w", n),), k, False, 4096, CHIP, unroll=unroll)
     return (m if turn is None else replace(m, turn=turn)), why
 
 
@@ -39,8 +39,8 @@ def test_every_block_is_used_once_and_the_first_slots_are_refilled(turn):
 
 
 def test_a_turn_takes_half_of_the_ring_at_most_and_saves_drains():
-    alone, _ = matrix(7168, 1536, 2)
-    several, why = matrix(7168, 1536, 14)
+    alone, _ = matrix(7168, 1536, 1)
+    several, why = matrix(7168, 1536, 7)
     assert alone.turn == 1 and 1 < several.turn <= 7 and f" {several.turn} a turn," in why
     assert several.rows == alone.rows
     of = lambda m: seconds(m, CHIP, 8, 1)
@@ -74,12 +74,13 @@ def test_the_time_of_a_block_is_that_of_its_pushes(k, n, pushes):
 
 @pytest.mark.parametrize("name", ["kimi_k3", "qwen3_30b_a3b", "qwen3_8_27b"])
 def test_packed_weights_do_not_depend_on_the_ring(name):
-    """However many blocks the ring lets a turn have, the tape is the same."""
-    def planned(depth):
-        s = load_spec(f"model_specs/{name}.yaml", sets=[f"build.ring_depth={depth}"])
+    """However many blocks the ring or `unroll` lets a turn have, the tape is the same."""
+    def planned(depth, unroll):
+        s = load_spec(f"model_specs/{name}.yaml", sets=[f"build.ring_depth={depth}", f"build.unroll={unroll}"])
         return make_plan(s, build_graph(s), CHIP)
 
-    plans = [planned(depth) for depth in (3, 4, 6, 9, 14)]
-    assert len({layout_hash(p) for p in plans}) == 1
+    plans = [planned(depth, 8) for depth in (3, 4, 6, 9, 14)]
+    rolled = planned(14, 1)
+    assert len({layout_hash(p) for p in (*plans, rolled)}) == 1 and {m.turn for m in rolled.matrices.values()} == {1}
     assert len({tuple(m.turn for m in p.matrices.values()) for p in plans}) > 1
     assert all(m.turn <= -(-p.ring_depth // 2) for p in plans for m in p.matrices.values())

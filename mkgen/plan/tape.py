@@ -13,13 +13,13 @@ from mkgen.errors import MkgenError
 from mkgen.plan.section import PUSHED, Section, depth_unit, tile_cycles
 from mkgen.plan.shard import round_up
 from mkgen.spec.formats import FORMATS
+from mkgen.spec.model import MOST_UNROLL
 from mkgen.targets import Target
 
 LANES = 128
 ROW_BYTES = 512
 COPY_CYCLES = 20                         # of a chunk: its wait, its refill, what is stored
 FETCH = 0.25                             # cycles that a bundle of new code is taken to cost: an assumption, nothing is published
-MOST_BLOCKS = 8                          # of a turn
 MOST_CYCLES = 2048                       # the code of a matrix is no longer, for the same reason, unless one block is
 
 
@@ -120,13 +120,12 @@ def seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[float, fl
 
 
 def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target, fmt: str = "bf16",
-                group: int = 0, rows: int = 8, terms: int = 1, ring_depth: int = 1) -> tuple[Matrix, str]:
+                group: int = 0, rows: int = 8, terms: int = 1, unroll: int = 1) -> tuple[Matrix, str]:
     """The layout, block shape and blocks a turn that take least time in all, then fewest bytes, then least time on the MXU; and why,
     in a line.
 
     k, widths: the rank's own. rows, terms: of the left operand, which decide what a block of groups costs. The shape is chosen for
-    any ring; a turn takes no more than half of this one, rounded up: the rest is on its way meanwhile. Products with scales of groups
-    go block by block."""
+    any schedule; a turn takes no more than `unroll` blocks. Products with scales of groups go block by block."""
     n = sum(p.width for p in parts)
     found: list[tuple[tuple[float, int, float], Matrix]] = []
 
@@ -134,7 +133,7 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
         one = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group)
         if one.block_rows > slot_rows or one.block_rows % 8:
             return
-        for turn in range(1, 1 + (1 if group else min(one.blocks, MOST_BLOCKS))):
+        for turn in range(1, 1 + (1 if group else min(one.blocks, MOST_UNROLL))):
             m = replace(one, turn=turn)
             copy, compute, fetch = seconds(m, target, rows, terms)
             if turn == 1 or fetch * target.clock_hz <= FETCH * MOST_CYCLES:
@@ -157,8 +156,8 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
         raise MkgenError(f"{name}: no block of [{k}, {n}] fits into build.block_kib = {slot_rows // 2}\n"
                          f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
     found.sort(key=lambda f: f[0])
-    shape = replace(found[0][1], turn=1)                    # whatever the ring: packed weights do not depend on the schedule
-    fit = [f for f in found if f[1].turn <= -(-ring_depth // 2)]
+    shape = replace(found[0][1], turn=1)                    # for any number: packed weights do not depend on the schedule
+    fit = [f for f in found if f[1].turn <= unroll]
     best = next(f for f in fit if replace(f[1], turn=1) == shape)
     return best[1], reason([best, *(f for f in fit if f is not best)], lambda m: seconds(m, target, rows, terms))
 

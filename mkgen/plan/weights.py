@@ -135,8 +135,9 @@ class Weights:
         k = self.width(ws[0], 0, whole)
         parts = tuple(Part(w.name, self.width(w, 1, whole, over)) for w in ws)
         fmt = format_of(self.build, ws[0])
+        most = min(self.build.unroll, -(-self.memory.ring_depth // 2))         # the other half of the ring is on its way meanwhile
         m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target, fmt,
-                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms, self.memory.ring_depth)
+                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms, most)
         m = replace(m, over=over)
         self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else f"; cut over {over} ranks" if over else "")))
         self.memory.matrices[name] = m

@@ -9,7 +9,7 @@ from mkgen.errors import did_you_mean
 from mkgen.spec.bad import BAD
 from mkgen.spec.formats import FORMATS
 from mkgen.spec.checks_roles import is_unsure, known_tensors
-from mkgen.spec.model import Linear, Mla, Mlp, Moe
+from mkgen.spec.model import MOST_UNROLL, Linear, Mla, Mlp, Moe
 
 if TYPE_CHECKING:
     from mkgen.spec.validate import Checker
@@ -311,6 +311,16 @@ def _depth(c: Checker, key: str, noun: str) -> None:
         )
 
 
+def unroll(c: Checker) -> None:
+    if c.build.unroll > MOST_UNROLL:
+        c.say(
+            ("build", "unroll"),
+            f"unroll is {c.build.unroll}",
+            "longer code has to be fetched more often than its fewer drains give back",
+            f"write {MOST_UNROLL} or less",
+        )
+
+
 def memory(c: Checker) -> None:
     """A first look only: the plan knows what else lies in VMEM."""
     asked = (c.build.ring_depth * c.build.block_kib + c.build.spill_kib) * 1024
@@ -323,4 +333,4 @@ def memory(c: Checker) -> None:
         )
 
 
-CHECKS = (mesh, parallel, formats, replicate, over, rows, tokens, context, depths, memory)
+CHECKS = (mesh, parallel, formats, replicate, over, rows, tokens, context, depths, unroll, memory)

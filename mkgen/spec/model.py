@@ -75,6 +75,9 @@ class Model:
     sources: dict[str, str] = field(default_factory=dict)
 
 
+MOST_UNROLL = 8                          # blocks of a turn; a matrix's blocks are shaped for up to so many, whatever a build asks for
+
+
 @dataclass(frozen=True)
 class Build:
     """How to build it. Layout fields are hashed into the packed weights; the rest is schedule."""
@@ -96,6 +99,7 @@ class Build:
     context: int = 4096
     kv_tile: int = 256                           # tokens in one tile of a positional cache
     ring_depth: int = 12
+    unroll: int = MOST_UNROLL                              # blocks of a matrix that a turn of its loop multiplies in straight-line code, at most
     expert_slots: int = 4
     kv_slots: int = 16
     kv_batch: int = 8                            # tiles that are computed at a time

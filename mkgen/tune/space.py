@@ -15,11 +15,12 @@ from mkgen.spec.model import Build, Mla, Model, Moe
 
 NUMERICS = {"activations": ("bf16", "f32"), "wire": ("f32", "bf16")}        # knobs that change what is computed: only if allowed by name
 NOT_SEARCHED = {                         # what a schedule could vary and no key of a build says
-    "loop nest against unrolling": "a plan has one loop over the layers",
+    "loop nest against unrolling": "of the loop over the layers there is one; those over a matrix's blocks are unrolled as far as build.unroll says",
     "points of the ring's top-ups": "a slot is filled again as soon as it has been read, or behind a layer's experts: build.late_refills",
 }
 DEPTHS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)     # times the spec's own
 SIZES = (0.25, 0.5, 0.75, 1.5, 2)                    # likewise, of blocks and pieces
+UNROLL = (1, 2, 4, 8)
 SLOTS = (2, 3, 4, 5, 6, 8, 12, 16)
 TILES = (64, 128, 256, 512, 1024)
 KV_SLOTS = (4, 8, 16, 32)
@@ -49,7 +50,7 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     out += [number("expert_slots", build, SLOTS), late_refills(build)] * moe
     out += [split(build)] * (moe and build.ranks > 1)
     out += [*exchanges(plan), *families(model, neighbours(build.mesh))] * (build.ranks > 1)
-    out += [blocks(build)]
+    out += [blocks(build), number("unroll", build, UNROLL)]
     out += [number("expert_kib", build, scaled(build.expert_kib))] * moe
     out += [number("kv_tile", build, (n for n in TILES if build.context % n == 0)), number("kv_slots", build, KV_SLOTS)] * cached
     out += [choice("mla_cache", ("latent", "expanded"))] * any(isinstance(m, Mla) for m in model.mixers.values())
