@@ -72,7 +72,7 @@ def test_the_time_of_a_block_is_that_of_its_pushes(k, n, pushes):
     assert seconds(m, CHIP, 8, 1)[1] * CHIP.clock_hz == pytest.approx(pushes + CHIP.mxu_drain_cycles, abs=25)
 
 
-@pytest.mark.parametrize("name", ["kimi_k3", "qwen3_30b_a3b", "qwen3_8_27b"])
+@pytest.mark.parametrize("name", ["kimi_k3", "gpt_oss_20b", "qwen3_8_27b"])
 def test_packed_weights_do_not_depend_on_the_ring(name):
     """However many blocks the ring or `unroll` lets a turn have, the tape is the same."""
     def planned(depth, unroll):
@@ -84,3 +84,20 @@ def test_packed_weights_do_not_depend_on_the_ring(name):
     assert len({layout_hash(p) for p in (*plans, rolled)}) == 1 and {m.turn for m in rolled.matrices.values()} == {1}
     assert len({tuple(m.turn for m in p.matrices.values()) for p in plans}) > 1
     assert all(m.turn <= -(-p.ring_depth // 2) for p in plans for m in p.matrices.values())
+
+
+def test_code_that_runs_once_is_short_where_that_takes_no_time():
+    """Blocks that come more slowly than they are multiplied leave nothing to save; those that come faster do, however often they run."""
+    def turn(n, **given):
+        return plan_matrix("x", (Part("w", n),), 1024, False, 4096, CHIP, unroll=4, **given)[0].turn
+    assert turn(8192) > 1 and turn(8192, once=True) == 1
+    slow = plan_matrix("x", (Part("w", 8192),), 1024, False, 4096, replace(CHIP, hbm_bytes_per_s=8 * CHIP.hbm_bytes_per_s), unroll=4, once=True)[0]
+    assert slow.turn > 1
+
+
+@pytest.mark.parametrize("name, once", [("kimi_k3", {"begin", "dense", "end"}), ("qwen3_8_27b", {"begin", "end"})])
+def test_the_graph_says_how_often_a_sublayer_runs(name, once):
+    graph = build_graph(load_spec(f"model_specs/{name}.yaml"))
+    runs = {sub.name: graph.runs(sub) for sub in graph.sublayers()}
+    assert {n for n, count in runs.items() if count == 1} == once
+    assert sum(runs.values()) == 2 + sum(kind is not None for layer in graph.layers for kind in layer)

@@ -150,6 +150,11 @@ class LayerGraph:
     def sublayers(self) -> list[SubLayer]:
         return [self.begin, *self.mixers.values(), *self.ffns.values(), self.end]
 
+    def runs(self, sub: SubLayer) -> int:
+        """How often a step runs the sub-layer."""
+        kinds = {"mixer": self.mixers, "ffn": self.ffns}.get(sub.role)
+        return 1 if kinds is None else sum(kinds.get(name) is sub for layer in self.layers for name in layer)
+
     def kind_index(self) -> list[tuple[int, int]]:
         """Per layer: how many earlier layers had the same mixer, and the same ffn."""
         seen: dict[str, int] = {}

@@ -120,12 +120,13 @@ def seconds(m: Matrix, target: Target, rows: int, terms: int) -> tuple[float, fl
 
 
 def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_rows: int, target: Target, fmt: str = "bf16",
-                group: int = 0, rows: int = 8, terms: int = 1, unroll: int = 1) -> tuple[Matrix, str]:
+                group: int = 0, rows: int = 8, terms: int = 1, unroll: int = 1, once: bool = False) -> tuple[Matrix, str]:
     """The layout, block shape and blocks a turn that take least time in all, then fewest bytes, then least time on the MXU; and why,
     in a line.
 
     k, widths: the rank's own. rows, terms: of the left operand, which decide what a block of groups costs. The shape is chosen for
-    any schedule; a turn takes no more than `unroll` blocks. Products with scales of groups go block by block."""
+    any schedule; a turn takes no more than `unroll` blocks. Products with scales of groups go block by block. once: a step runs
+    this code once, so of equal time the shortest is taken: all of it has to be compiled and fetched for one run."""
     n = sum(p.width for p in parts)
     found: list[tuple[tuple[float, int, float], Matrix]] = []
 
@@ -158,7 +159,8 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     found.sort(key=lambda f: f[0])
     shape = replace(found[0][1], turn=1)                    # for any number: packed weights do not depend on the schedule
     fit = [f for f in found if f[1].turn <= unroll]
-    best = next(f for f in fit if replace(f[1], turn=1) == shape)
+    turns = [f for f in fit if replace(f[1], turn=1) == shape]
+    best = min(turns, key=lambda f: (f[0][:2], f[1].turn)) if once else turns[0]
     return best[1], reason([best, *(f for f in fit if f is not best)], lambda m: seconds(m, target, rows, terms))
 
 

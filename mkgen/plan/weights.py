@@ -137,7 +137,8 @@ class Weights:
         fmt = format_of(self.build, ws[0])
         most = min(self.build.unroll, -(-self.memory.ring_depth // 2))         # the other half of the ring is on its way meanwhile
         m, why = plan_matrix(name, parts, k, whole, self.memory.slot_rows, self.memory.target, fmt,
-                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms, most)
+                             self.group(name, fmt, ws[0], whole), max(self.build.rows), self.terms, most,
+                             once=self.memory.graph.runs(self.sub) == 1)
         m = replace(m, over=over)
         self.memory.notes.append((name, why + ("; whole on every rank" if whole and self.ranks > 1 else f"; cut over {over} ranks" if over else "")))
         self.memory.matrices[name] = m
