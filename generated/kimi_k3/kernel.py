@@ -118,9 +118,11 @@ def block_mixture(m, y, g, at, live, eps, span):
     lax.fori_loop(0, live, lambda p, _: measure(p, m.snapshots[p].astype(f32)), None)
     measure(last, m.running[...].astype(f32))
     scores = [jnp.where(p < live, score(p), -jnp.inf) for p in range(last)] + [score(last)]
-    weights = [jnp.exp(s - functools.reduce(jnp.maximum, scores)) for s in scores]
+    highest = functools.reduce(jnp.maximum, scores)
+    weights = [jnp.exp(s - highest) for s in scores]
+    total = sum(weights)
     for p, e in enumerate(weights):
-        sums[p] = jnp.broadcast_to(e / sum(weights), sums[p].shape)
+        sums[p] = jnp.broadcast_to(e / total, sums.shape[1:])
     for start in range(0, width, span):  # what the registers hold
         here = slice(start, start + span)
         add = lambda p, mixed: mixed + share(p, m.snapshots[p, :, here])
@@ -936,8 +938,7 @@ def dense_ffn(m, layer, index, g):
         x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
         m.gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
-    g = stream(m, g, range(16), dense_gate_up_block, turn=2)
-    g = stream(m, g, range(16, 17), dense_gate_up_block)
+    g = stream(m, g, range(17), dense_gate_up_block)
     # -- dense.act
     gate = m.gate_up_y[:, 0:1056]
     up = m.gate_up_y[:, 1056:2112]
@@ -947,7 +948,7 @@ def dense_ffn(m, layer, index, g):
         x = m.act[...]
         w = panels(m, g, 0, 1056, 896)
         m.down_y[:, lanes(i * 896, 896)] = dot(x, w)
-    g = stream(m, g, range(8), dense_down_block, turn=4)
+    g = stream(m, g, range(8), dense_down_block)
     scatter_start(m, (ALL,), m.down_y[...])
     scatter_finish(m, (ALL,), (224, m.out_run))
     gather_start(m, (ALL,), m.out_run[...])
@@ -1051,10 +1052,8 @@ def end(m, g):
         x = m.h[:, lanes(k * 1024, 1024)]
         w = panels(m, g, 0, 1024, 1024)
         m.logits[:, lanes(n * 1024, 1024)] += dot(x, w)
-    g = stream(m, g, range(20), head_block, turn=2)
-    g = stream(m, g, range(20, 22), head_block, turn=2, refills=1)
-    g = stream(m, g, range(22, 34), head_block, turn=2, refills=0)
-    g = stream(m, g, range(34, 35), head_block, refills=0)
+    g = stream(m, g, range(21), head_block)
+    g = stream(m, g, range(21, 35), head_block, refills=0)
     # -- greedy
     first = lax.axis_index("tp") * 5120
     top, token = greedy_local(m.logits[:, :5120], first, jnp.clip(163840 - first, 0, 5120))

@@ -752,9 +752,8 @@ def end(m, g):
         x = m.h[:, lanes(k * 512, 512)]
         w = panels(m, g, 0, 512, 1920)
         m.logits[:, lanes(n * 1920, 1920)] += dot(x, w)
-    g = stream(m, g, range(20), head_block, turn=4)
-    g = stream(m, g, range(20, 24), head_block, turn=4, refills=2)
-    g = stream(m, g, range(24, 40), head_block, turn=4, refills=0)
+    g = stream(m, g, range(22), head_block)
+    g = stream(m, g, range(22, 40), head_block, refills=0)
     # -- greedy
     first = lax.axis_index("tp") * 18992
     top, token = greedy_local(m.logits[:, :18992], first, jnp.clip(151936 - first, 0, 18992))
