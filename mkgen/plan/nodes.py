@@ -70,6 +70,11 @@ class Nodes:
     def buffer(self, name: str, shape: tuple, dtype: str, purpose: str, space: str = "vmem", remote: bool = False) -> str:
         return self.memory.declare(Buffer(identifier(name), tuple(shape), dtype, space, purpose, remote))
 
+    def shared(self, name: str, own: str, shape: tuple, dtype: str, purpose: str, space: str = "vmem") -> str:
+        """A buffer that is empty between sub-layers: kinds share it if it is of one shape for them, else each has its own."""
+        wanted = Buffer(name, tuple(shape), dtype, space, purpose)
+        return name if self.memory.buffers.setdefault(name, wanted) == wanted else self.buffer(own, shape, dtype, purpose, space)
+
     def semaphores(self, name: str, shape: tuple, purpose: str) -> str:
         return self.buffer(name, shape, "dma", purpose, space="dma_sem")
 

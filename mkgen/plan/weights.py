@@ -269,10 +269,7 @@ class Weights:
 
     def expert_buffer(self, name: str, shape: tuple[int, ...], dtype: str, purpose: str) -> str:
         """A buffer that routed experts work in; kinds share it if they are of one shape, else each has its own."""
-        shared = Buffer(name, shape, dtype, "vmem", purpose)
-        if self.memory.buffers.setdefault(name, shared) != shared:
-            name = self.buffer(name + self.memory.experts[self.sub.name].suffix, shape, dtype, purpose)
-        return name
+        return self.shared(name, name + self.memory.experts[self.sub.name].suffix, shape, dtype, purpose)
 
     def expert_operand(self, name: str, s: Section) -> str:
         """The left operand of an expert's matrix, as its format wants it."""

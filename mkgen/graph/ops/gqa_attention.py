@@ -105,9 +105,9 @@ class GqaAttention(Op):
             b.step(self, "gqa", "sinks", writes=(f"{name}_sinks",), w=b.vector(self.sinks, whole=b.place(self.q).spread == "whole"),
                    y=f"{name}_sinks", heads=heads, groups=lanes.groups, rows=lanes.rows)
         scale = f"{self.head_dim} ** -0.5" if self.scale is None else str(self.scale)
-        open_cache(b, self, lanes, scale, self.seen, **more)
+        _, tiles = open_cache(b, self, lanes, scale, self.seen, **more)
         b.step(self, "gqa", "gqa_inputs", writes=(f"{name}_queries", f"{name}_token"), q=b.read(self.q, "f32"), k=b.read(self.k, "f32"),
                v=b.read(self.v, "f32"), head_dim=self.head_dim, value_dim=self.value_dim, size=groups.size)
-        attend(b, self, name, self.seen, (f"{name}_sinks",) if self.sinks is not None else ())
+        attend(b, self, name, tiles, self.seen, (f"{name}_sinks",) if self.sinks is not None else ())
         b.step(self, "gqa", "gqa_output", reads=(f"{name}_softmax", f"{name}_mixed"), o=b.write(self.o), heads=heads, kv_heads=kv_heads,
                first=groups.size * self.head_dim % 128, value_dim=self.value_dim, size=groups.size, scale=self.value_scale)

@@ -74,7 +74,7 @@ class MlaAttention(Op):
         rows = -(-heads // 8) * 8
         lanes = Lanes(blocks, tuple(range(blocks)), tuple(range(-(-self.kv_rank // 128))), rows)
         scale = f"{self.nope_dim + self.rope_dim} ** -0.5" if self.scale is None else str(self.scale)
-        name = open_cache(b, self, lanes, scale)
+        name, tiles = open_cache(b, self, lanes, scale)
         for block in b.head_columns(self.k_up):
             last = block["end"] == heads
             b.step(self, "mla", "mla_queries", writes=(f"{name}_queries",) * last, q=b.read(self.q, "bf16"), heads=heads,
@@ -82,7 +82,7 @@ class MlaAttention(Op):
         b.step(self, "mla", "mla_token", writes=(f"{name}_token",), latent=b.read(self.latent, "f32"),
                key=b.read(self.key, "f32") if self.key else "", width=blocks * 128)
         b.close()
-        attend(b, self, name)
+        attend(b, self, name, tiles)
         o, kinds = b.write(self.o), (op for sub in b.memory.graph.sublayers() for op in sub.ops if isinstance(op, MlaAttention))
         odd = any(op.v_dim % 128 for op in kinds)                             # the helper is simpler where heads fill panels
         for block in b.head_columns(self.v_up):
