@@ -416,9 +416,9 @@ class Cache(NamedTuple):  # The VMEM side of one kind of cache.
     values: tuple  # blocks that are summed
     scale: float
 
-def open_cache(m, name, items, count, keys, values, scale):
-    refs = (getattr(m, f"{name}_{part}") for part in Cache._fields[:7])
-    return Cache(*refs, items, count, keys, values, scale)
+def open_cache(m, name, tiles, items, count, keys, values, scale):
+    refs = (getattr(m, f"{name}_{part}") for part in Cache._fields[1:7])
+    return Cache(tiles, *refs, items, count, keys, values, scale)
 
 def kv_item(items, i):
     """(row, tile) of item i."""
@@ -880,7 +880,9 @@ def mla_mixer(m, layer, index, g):
     # -- mla.q_b
     m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
-    kv = open_cache(m, "cache", m.kv_items, m.kv_count, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5)
+    kv = open_cache(
+        m, "cache", m.cache_tiles, m.kv_items, m.kv_count, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5
+    )
     g = next_chunk(m, g)  # k_up 0
     k_up = (panels(m, g, h * 256, 512, 128) for h in range(3))
     put_queries(kv, mla_queries(kv, heads_of(m.q_b_y[...], 192), k_up, 128))

@@ -313,9 +313,9 @@ class Cache(NamedTuple):  # The VMEM side of one kind of cache.
     values: tuple  # blocks that are summed
     scale: float
 
-def open_cache(m, name, items, count, keys, values, scale):
-    refs = (getattr(m, f"{name}_{part}") for part in Cache._fields[:7])
-    return Cache(*refs, items, count, keys, values, scale)
+def open_cache(m, name, tiles, items, count, keys, values, scale):
+    refs = (getattr(m, f"{name}_{part}") for part in Cache._fields[1:7])
+    return Cache(tiles, *refs, items, count, keys, values, scale)
 
 def kv_item(items, i):
     """(row, tile) of item i."""
@@ -666,7 +666,7 @@ def attention_mixer(m, layer, index, g):
     m.q_rope[...] = q.astype(bf16)
     m.k_rope[...] = k.astype(bf16)
     # -- attention.attention
-    kv = open_cache(m, "cache", m.kv_items, m.kv_count, (0,), (1,), 128**-0.5)
+    kv = open_cache(m, "cache", m.cache_tiles, m.kv_items, m.kv_count, (0,), (1,), 128**-0.5)
     q, k = m.q_rope[...].astype(f32), m.k_rope[...].astype(f32)
     v = round_bf16(m.qkv_y[:, 640:768])
     gqa_inputs(kv, q, k, v, 128, 128, 1)
