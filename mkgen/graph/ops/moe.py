@@ -194,7 +194,7 @@ class RoutedExperts(Op):
         for name, section in (("expert_x", image.up), ("expert_h", image.down)):
             scratch[name[-1]] = b.expert_operand(name, section)
         operand = (scratch["x"], *([f"{scratch['x']}_sums"] if image.up.kind.zero else []))
-        if self.norm is not None or self.apart:
+        if self.norm is not None and not self.apart:
             scratch["whole"] = b.expert_buffer("expert_out", (8, image.down.panels * LANES), "f32", "output of one expert")
         target = "m.expert_slot.at[slot]" if image.rows == most else f"m.expert_slot.at[slot, pl.ds(0, {image.rows})]"
         b.transfer(copy, ("m", "index", "i"), f"m.{image.name}.at[{at}]", target,
