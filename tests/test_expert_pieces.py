@@ -83,7 +83,7 @@ def test_the_mini_of_a_spec_with_pieces_has_them():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [
     lambda: made(1, bias=True),                                                            # biases of down are added once
-    lambda: made(2, router=Router("sigmoid", scale_input=True), expert_norm=Norm(weight="before")),
+    lambda: made(2, bias=True, router=Router("sigmoid", scale_input=True), expert_norm=Norm(weight="before")),
 ], ids=["one rank", "two ranks, whole outputs"])
 def test_kernel_equals_reference(case):
     prove_kernel(case())
