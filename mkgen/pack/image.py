@@ -187,7 +187,9 @@ def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, code
     else:
         return                               # the last ranks' share may be padding alone
     check(coded, image.weights[which])
-    sections.put(rows, section, coded, 0, first)
+    fold = image.fold if section is image.up else 1
+    for nth in range(fold):
+        sections.put(rows, section, coded.inputs(nth * section.k, (nth + 1) * section.k) if fold > 1 else coded, nth * image.width, first)
 
 
 def put_expert_bias(image: ExpertImage, rows: np.ndarray, which: int, part: int, bias: np.ndarray) -> None:

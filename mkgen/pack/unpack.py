@@ -112,7 +112,9 @@ def _expert_matrix(image: ExpertImage, held: Sequence[np.ndarray], which: int) -
     for part, rows in enumerate(held):
         width = max(0, min(image.whole_width - part * image.width, image.width))     # the last ranks' parts end in padding
         n, k = (width, image.k) if section is image.up else (image.out, width)
-        parts.append(sections.take(rows, section, k, n, 0, first))
+        fold = image.fold if section is image.up else 1
+        along = [sections.take(rows, section, k // fold, n, nth * image.width, first) for nth in range(fold)]
+        parts.append(replace(along[0], codes=np.concatenate([c.codes for c in along], 1)))
     axis = 0 if section is image.up else 1
     join = lambda of: None if of(parts[0]) is None else np.concatenate([of(c) for c in parts], axis)
     scales = parts[0].scales if axis and not section.group else join(lambda c: c.scales)         # of columns: the same everywhere

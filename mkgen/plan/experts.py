@@ -16,7 +16,7 @@ OPERAND = "experts"                      # of the kernel; with the kind's name b
 
 @dataclass(frozen=True)
 class ExpertImage:
-    """gate | up [k, 2 width_padded] (up alone, where experts are not gated), then down [width_k, out_padded], then their biases as
+    """gate | up [k / fold, 2 width_padded] (up alone, where experts are not gated), then down [width_k, out_padded], then their biases as
     rows of 128 f32, a row a panel; sections padded to 8 rows.
 
     An expert that is too large for a slot is cut along its hidden width into `pieces`, each an expert of its own whose outputs add up.
@@ -41,10 +41,12 @@ class ExpertImage:
     biases: tuple[str, ...] = ()         # of the same, if they have any
     bias_at: int = 0
     pieces: int = 1
+    fold: int = 1                        # parts of K that lie side by side in a panel's columns, of gate and up; see `folds`
 
     @property
     def width_padded(self) -> int:
-        return round_up(self.width, LANES)
+        """Columns of each of gate and up, with those of all parts of K."""
+        return round_up(self.fold * self.width, LANES)
 
     @property
     def suffix(self) -> str:
@@ -134,15 +136,23 @@ def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expe
 def cut_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, pieces: int, k: int,
                 width: int, out: int, weights: tuple[str, ...], biases: tuple[str, ...]) -> ExpertImage:
     """The image with that many pieces."""
-    f, shares = FORMATS[fmt], tensor_parallel * pieces
+    f, shares, inner = FORMATS[fmt], tensor_parallel * pieces, len(weights) - 1
     share = min(f.group, SHARE) or 1                     # the width of a piece is a multiple of it: no scale lies in two pieces
     local = width if shares == 1 else round_up(-(-width // shares), share)
     unit = 16 if fmt == "bf16" else SHARE
-    inner = (len(weights) - 1) * round_up(local, LANES)
-    up = Section(fmt, f.group, 0, round_up(k, unit), inner // LANES)
+    fold = 1 if biases else folds(fmt, k, local)
+    up = Section(fmt, f.group, 0, round_up(k, unit) // fold, inner * round_up(fold * local, LANES) // LANES)
     cut = stored_group(fmt, [part * local for part in range(shares)])
     down = Section(fmt, cut, up.end, round_up(local, unit), round_up(out, LANES) // LANES)
     row = down.end
     bias_at, bias_rows = (row, up.panels + down.panels) if biases else (0, 0)
     return ExpertImage(name, kind, fmt, layers, experts, -(-experts // expert_parallel), tensor_parallel, k, width, local, out,
-                       up, down, round_up(row + bias_rows, 8), weights, biases, bias_at, pieces)
+                       up, down, round_up(row + bias_rows, 8), weights, biases, bias_at, pieces, fold)
+
+
+def folds(fmt: str, k: int, width: int) -> int:
+    """Parts of K that fill up the panels of a matrix [k, width] without scales: 96 columns leave a quarter of a panel empty, a
+    quarter of K beside the others none. The left operand has the parts of x in rows of their own, which the MXU takes for free."""
+    if FORMATS[fmt].code != "bf16" or width % LANES == 0:
+        return 1
+    return next((parts for parts in (2, 4) if parts * width % LANES == 0 and k % (parts * LANES) == 0), 1)

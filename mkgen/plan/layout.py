@@ -46,7 +46,7 @@ def layout_facts(plan: Plan) -> dict:
         "matrices": {n: stored(m) for n, m in plan.matrices.items()},
         "vectors": {n: asdict(v) for n, v in plan.vectors.items()},
         "order": {n: entry_order(r.chunks) for n, r in plan.regions.items()},
-        "experts": [asdict(image) for image in plan.experts],
+        "experts": [{key: value for key, value in asdict(image).items() if (key, value) != ("fold", 1)} for image in plan.experts],
         "embedding": {"rows": plan.embed_rows, "run": -(-model.vocab // plan.mesh.ranks)},
     }
 

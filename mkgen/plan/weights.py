@@ -271,10 +271,10 @@ class Weights:
         """A buffer that routed experts work in; kinds share it if they are of one shape, else each has its own."""
         return self.shared(name, name + self.memory.experts[self.sub.name].suffix, shape, dtype, purpose)
 
-    def expert_operand(self, name: str, s: Section) -> str:
+    def expert_operand(self, name: str, s: Section, fold: int = 1) -> str:
         """The left operand of an expert's matrix, as its format wants it."""
         if not s.group:
-            return self.expert_buffer(name, (ROWS_PADDED, s.k), self.build.activations, "left operand")
+            return self.expert_buffer(name, (fold * ROWS_PADDED, s.k), self.build.activations, "left operand" + ", parts of K in rows" * (fold > 1))
         rows, chunks = max(left_rows(s.format, s.group, r, self.terms) for r in self.build.rows), -(-s.k // DEPTH)
         name = self.expert_buffer(name, (chunks, rows, DEPTH), "bf16", "left operand, block-diagonal")
         if s.kind.zero:

@@ -189,10 +189,10 @@ class RoutedExperts(Op):
         words = max(-(-i.local_experts // 32) for i in b.memory.experts.values())
         b.buffer("expert_words", (1 + words,), "i32", "bits of those that are not yet in the list", space="smem")
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
-        scratch = {"products": b.expert_buffer("expert_up", (8, image.up.panels * LANES), "f32",
+        scratch = {"products": b.expert_buffer("expert_up", (8 * image.fold, image.up.panels * LANES), "f32",
                                                "gate | up of one expert" if image.gated else "up of one expert")}
-        for name, section in (("expert_x", image.up), ("expert_h", image.down)):
-            scratch[name[-1]] = b.expert_operand(name, section)
+        for name, section, fold in (("expert_x", image.up, image.fold), ("expert_h", image.down, 1)):
+            scratch[name[-1]] = b.expert_operand(name, section, fold)
         operand = (scratch["x"], *([f"{scratch['x']}_sums"] if image.up.kind.zero else []))
         if self.norm is not None and not self.apart:
             scratch["whole"] = b.expert_buffer("expert_out", (8, image.down.panels * LANES), "f32", "output of one expert")
