@@ -19,8 +19,8 @@ class Target:
     dtype: str
     width: int
 
-    def set(self, expr: str) -> str:
-        return f"{self.ref}[...] = {expr}" + ("" if self.dtype == "f32" else f".astype({self.dtype})")
+    def set(self, expr: str, at: str = "...") -> str:
+        return f"{self.ref}[{at}] = {expr}" + ("" if self.dtype == "f32" else f".astype({self.dtype})")
 
 
 class Values:

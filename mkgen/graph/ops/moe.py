@@ -276,5 +276,6 @@ class MixExperts(Op):
 
     def lower(self, b):
         weight = None if self.w is None else b.vector(self.w)
-        b.step(self, "experts", "mix", parts=b.ref(self.parts), route=b.ref(self.route), y=b.write(self.y), top_k=self.top_k,
+        parts = b.ref(self.parts)
+        b.step(self, "experts", "mix", writes=(parts[2:],), parts=parts, route=b.ref(self.route), y=b.write(self.y), top_k=self.top_k,
                slot=self.parts.width // self.top_k, width=self.y.width, norm=self.norm, weight=weight, scaled=self.scaled)
