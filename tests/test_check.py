@@ -97,6 +97,10 @@ def is_step(macro: str):
     return lambda n: isinstance(n, Step) and n.macro == macro
 
 
+def is_loop(name: str):
+    return lambda n: isinstance(n, Loop) and n.name == name
+
+
 def is_part(kind: str, part: str):
     return lambda n: isinstance(n, Collective) and (n.kind, n.part) == (kind, part)
 
@@ -208,6 +212,10 @@ DAMAGE = {
     "too few bytes": (lambda p: with_transfer(p, "expert_copy", bytes=512), "pairing"),
     "Advance missing": (lambda p: damaged(p, "dense", lambda n: isinstance(n, Advance), nothing), "tape"),
     "Advance too many": (lambda p: damaged(p, "dense", lambda n: isinstance(n, Advance), twice), "tape"),
+    "ring filled too little": (
+        lambda p: damaged(p, "begin", is_loop("fill_ring"), lambda n: (replace(n, trips="RING_DEPTH - 1"),)),
+        "pairing data",
+    ),
     "refill dropped": (lambda p: damaged(p, "dense", is_start("tape_copy"), nothing), "pairing"),
     "refill before the read": (lambda p: moved_up(p, "dense", is_start("tape_copy")), "flight"),
     "refill past the end": (

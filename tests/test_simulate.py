@@ -107,6 +107,16 @@ def test_every_copy_is_waited_for_and_every_message(plan):
     assert tape == list(range(plan.chunks))
 
 
+def test_a_step_begins_with_its_embedding_rows_and_meets_its_peers_before_the_first_message(plan):
+    """The ring's copies, behind which a token would queue, and the wait of the barrier come later."""
+    _, [events] = events_of(plan, 1)
+    fetches = [e for e in events if isinstance(e, Fetch)]
+    assert [e.stream for e in fetches[:1 + plan.ring_depth]] == ["embedding", *["tape"] * plan.ring_depth]
+    told, met = ([e.key for e in events if isinstance(e, kind)].index("barrier") for kind in (Send, Receive))
+    assert (told, met) == (0, 0) and [e.key for e in events if isinstance(e, (Send, Receive))][:2] == ["barrier"] * 2
+    assert events.index(fetches[plan.ring_depth]) < next(i for i, e in enumerate(events) if isinstance(e, Receive))
+
+
 def test_regions_are_the_same_when_they_are_not_repeated(plan):
     """A layer that is replayed has the events of one that is walked."""
     drawn, _ = events_of(plan, 1)

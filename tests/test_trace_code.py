@@ -141,12 +141,6 @@ DAMAGE = {
         "m.ring[0 * lax.rem(g, RING_DEPTH)",
         "code flight",
     ),
-    "prologue too short": (
-        "kernel.py.j2",
-        "lax.fori_loop(0, RING_DEPTH, lambda",
-        "lax.fori_loop(0, RING_DEPTH - 1, lambda",
-        "code",
-    ),
     "wrong slot of an expert": (
         "lib/experts.py.j2",
         "slot, width = lax.rem(i, EXPERT_SLOTS)",
@@ -214,9 +208,15 @@ DAMAGE = {
         "lax.fori_loop(2, stage.size, lambda step",
         "code",
     ),
+    "one peer not told": (
+        "lib/collectives.py.j2",
+        "        for step in range(1, stage.size):\n            to = dict(",
+        "        for step in range(2, stage.size):\n            to = dict(",
+        "code ranks",
+    ),
     "no barrier at the start": (
         "lib/collectives.py.j2",
-        "    pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))\n",
+        "    pl.semaphore_wait(pltpu.get_barrier_semaphore(), sum(stage.size - 1 for stage in STAGES))\n",
         "",
         "code ranks",
     ),

@@ -44,9 +44,7 @@ class AbstractRun:
         }
 
     def run(self) -> list[tuple]:
-        """Prologue (the ring is filled), all regions, the end. Returns the sequence of exchanges."""
-        for g in range(self.plan.ring_depth):
-            self.copy("prologue/tape_copy", "tape_copy", (self.m, g), True)
+        """All regions, then the end. Returns the sequence of exchanges."""
         for layer, index, region in self.model.short.regions:
             self.turn += 1
             self.region, self.base = region, self.g

@@ -107,6 +107,11 @@ class Weights:
         if self.open is not None and sum(e.rows for e in self.open) + rows > self.memory.slot_rows:
             self.close()
 
+    def fill_ring(self) -> None:
+        """The first copies of the tape, one into each slot."""
+        with self.loop("fill_ring", "i", "RING_DEPTH", bound=self.memory.ring_depth):
+            self.start("tape_copy", "m", "i")
+
     def vector(self, *ws: Weight, whole: bool = False) -> str:
         """Source text [lane_rows, 128] float32 of one family, or of several side by side (line by line for taps). whole: all of
         it on every rank, although it could be shared out."""

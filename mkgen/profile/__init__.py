@@ -21,7 +21,6 @@ from mkgen.profile.scoreboard import Cycles
 
 RING, SLOTS = 5, 3                       # the depth of ring and expert slots in a piece: no power of two; code does not depend on more
 HBM_ROWS, TABLE = 1 << 20, 1024          # leading sizes of HBM operands and tables: likewise
-PRIMING = "tape_copy(m, g).start()"
 PROLOGUE = "prologue"
 UNTIL = "with the cycles until its last wait"      # in the key of what finishes an exchange: files without them are of before
 BEGINS = "loops from where they begin"             # likewise, of what has a loop that does not begin at 0
@@ -97,13 +96,12 @@ def all_places(plan: Plan, rows: int) -> dict[str, tuple[str, tuple[int, ...], s
 
 
 def before_regions(kernel: Definitions) -> list[Piece]:
-    """The kernel's own first statements, one piece each; of the ring's priming, the start of one copy."""
+    """The kernel's own first statements, one piece each."""
     out = []
     for text in kernel.body("decode_kernel"):
         if LAUNCH in text:
             break
-        one = PRIMING if "tape_copy(" in text else text
-        out.append(Piece(PROLOGUE, one.split("(")[0], one, SCALARS))
+        out.append(Piece(PROLOGUE, text.split("(")[0], text, SCALARS))
     complete(out, kernel)
     return out
 
@@ -116,7 +114,7 @@ def ask(piece: Piece, kernel: Definitions, job: Job, chip: str) -> Asked:
     size = [number for word, number in (("m.rows", job.rows), ("axis_index", job.ranks)) if word in text]
     facts = [piece.function, behind, [[n, *job.places[n]] for n in used], size, chip, versions()]
     facts += [UNTIL] * ("_finish(" in piece.text) + [BEGINS] * bool(re.search(r"fori_loop\((?!0,)", text))
-    barrier = any("get_barrier_semaphore" in text for text in behind) and "open_exchanges" in piece.function
+    barrier = any("get_barrier_semaphore" in text for text in behind) and any(f"{name}(m)" in piece.function for name in ("open_exchanges", "await_peers"))
     return Asked(cache.key(facts), piece.function, tuple(used), barrier, "axis_index" not in text, f"{piece.region}/{piece.op}")
 
 

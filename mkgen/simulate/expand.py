@@ -16,7 +16,7 @@ from mkgen.errors import MkgenError
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.regions import Advance, Loop, Start, Step, Wait, walk
 from mkgen.plan.tape import ROW_BYTES
-from mkgen.profile import PRIMING, PROLOGUE, Profile
+from mkgen.profile import PROLOGUE, Profile
 from mkgen.profile.pieces import Exchange, Fork, Item, Run, Turn
 from mkgen.simulate.events import Await, Event, Fetch, Pause, Receive, Send, Where, Work
 from mkgen.targets import Target
@@ -94,22 +94,17 @@ class Expansion:
     # -- the ends of the step -------------------------------------------------------------------------------------------
 
     def prologue(self) -> list[Event]:
-        """Dispatch, the barrier of all ranks, the ring's first copies, the tables of the step: each step's, but for the dispatch."""
+        """Dispatch, what tells the peers that this rank is here, the tables of the step: each step's, but for the dispatch."""
         plan = self.plan
         out = [Pause(Where(None, PROLOGUE, why), seconds, why) for why, seconds in call_seconds(plan.target, self.steps_a_call).items()]
         for piece in self.profile.prologue:
             where = Where(None, PROLOGUE, piece.op)
             cost = self.profile.of(piece)
-            if piece.text == PRIMING:
-                for g in range(plan.ring_depth):
-                    out += [Work(where, cost.all), self.tape(where, g)]
-                continue
             out.append(Work(where, cost.all + sum(t * c for t, c in zip(self.listing_trips(len(cost.loops), piece.text), cost.loops))))
             if piece.op == "open_exchanges":
                 names = tuple(name for name, _, _ in plan.mesh.stages)
                 peers = sum(size - 1 for _, size, _ in plan.stages)
-                where = Where(None, PROLOGUE, BARRIER)
-                out += [Send(where, BARRIER, names, peers, SIGNAL_BYTES), Receive(where, BARRIER)]
+                out.append(Send(Where(None, PROLOGUE, BARRIER), BARRIER, names, peers, SIGNAL_BYTES))
         return out
 
     def listing_trips(self, loops: int, text: str) -> list[int]:
@@ -215,6 +210,8 @@ class Walk:
                 self.copy(w, op, scope)
         asked, trips = [], []
         for n in item.steps:
+            if (n.template, n.macro) == ("exchange", "await_peers"):
+                self.out.append(Recorded("receive", BARRIER, key=BARRIER))
             asked.append(self.holds(n.args.get("when") if isinstance(n.args.get("when"), str) else None, scope))
             self.tables(n)
             trips += [self.value(t, scope) for t in inside(n)]

@@ -43,9 +43,12 @@ class Embed(Op):
                    reads=("embedding",), writes=("embed_words",))
         with b.loop("embed_rows", "row", "m.rows", unroll=True):
             b.start("embed_copy", "m", "row", when="embed_here(m, row)")
+        b.fill_ring()                    # behind them: memory shares itself out among all that are under way
         with b.loop("embed_rows", "row", "m.rows", unroll=True):
             b.wait("embed_copy", "m", "row", when="embed_here(m, row)")
         b.step(self, "ends", "embed", reads=("embed_words",), x=b.write(self.x), hidden=hidden)
+        if b.ranks > 1:
+            b.step(self, "exchange", "await_peers")
 
 
 @dataclass(frozen=True)
