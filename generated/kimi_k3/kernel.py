@@ -342,13 +342,16 @@ def scatter_finish(m, path, *ys):
         y[...] = pad_rows(total)
 
 def open_exchanges(m):
-    """Counters to zero; then wait until every rank that will write here is in this kernel."""
-    barrier, mesh = pltpu.get_barrier_semaphore(), pl.DeviceIdType.MESH
+    """Counters to zero; tells every rank that writes here that this one is in the kernel."""
     for stage in STAGES:
         m.phase[stage.number] = 0
-        signal = functools.partial(pl.semaphore_signal, barrier, 1, device_id_type=mesh)
-        each_peer(stage, lambda step, at=stage: signal(device_id=(peer(at, step),)))
-    pl.semaphore_wait(barrier, sum(stage.size - 1 for stage in STAGES))
+        for step in range(1, stage.size):
+            to = dict(device_id=(peer(stage, step),), device_id_type=pl.DeviceIdType.MESH)
+            pl.semaphore_signal(pltpu.get_barrier_semaphore(), 1, **to)
+
+def await_peers(m):
+    """Before the first message: every rank that it may go to is in this kernel."""
+    pl.semaphore_wait(pltpu.get_barrier_semaphore(), sum(stage.size - 1 for stage in STAGES))
 
 # ---- linear recurrences --------------------------------------------------------------------------
 
@@ -763,10 +766,12 @@ def begin(m, g):
     """Embedding rows of the tokens."""
     for row in range(m.rows):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).start())
+    lax.fori_loop(0, RING_DEPTH, lambda i, _: tape_copy(m, i).start(), None)
     for row in range(m.rows):
         pl.when(embed_here(m, row))(lambda: embed_copy(m, row).wait())
     # -- embed
     m.embedded[...] = embedded_rows(m, 7168)
+    await_peers(m)
     scatter_start(m, (ALL,), m.embedded[...])
     scatter_finish(m, (ALL,), (224, m.embedded_run))
     gather_start(m, (ALL,), m.embedded_run[...])
@@ -1080,7 +1085,6 @@ def decode_layer(m, layer, g):
 def decode_kernel(m):
     """The whole step. `m` has every place as an attribute, and `rows`, the number of rows."""
     open_exchanges(m)
-    lax.fori_loop(0, RING_DEPTH, lambda g, _: tape_copy(m, g).start(), None)
     fill_positions(m)
     list_kv_items(m, m.kv_items, m.kv_count)
     g = begin(m, 0)
