@@ -97,7 +97,9 @@ STREAM_USES = (
     f"        for chunk in range(turn):\n{STREAM_USE}            if refills is None or chunk < refills:\n"
     "                tape_copy(m, g + chunk + RING_DEPTH).start()\n"
 )
-INBOX_WAIT = "    each_peer(stage, lambda step: message(m, stage, words, step, apart).wait())\n"
+INBOX_WAIT = (
+    "    lax.fori_loop(1, stage.size, lambda step, _: message(m, stage, words, step, apart).wait(), None)\n"
+)
 INBOX_WORDS = "[inbox(m, stage)[here, i, :, :words] for i in range(stage.size)]"
 
 # name: (template, what stands there, what is put there, how the finding begins); each a mistake that someone can make
@@ -174,20 +176,20 @@ DAMAGE = {
     ),
     "drain of an exchange dropped": (
         "lib/collectives.py.j2",
-        "    each_peer(stage, lambda step: message(m, stage, words, step, apart).wait())\n",
+        INBOX_WAIT,
         "",
         "code",
     ),
     "only arrivals awaited": (
         "lib/collectives.py.j2",
-        "message(m, stage, words, step, apart).wait())",
-        "message(m, stage, words, step, apart).wait_recv())",
+        "message(m, stage, words, step, apart).wait(), None)",
+        "message(m, stage, words, step, apart).wait_recv(), None)",
         "code flight",
     ),
     "only departures awaited": (
         "lib/collectives.py.j2",
-        "message(m, stage, words, step, apart).wait())",
-        "message(m, stage, words, step, apart).wait_send())",
+        "message(m, stage, words, step, apart).wait(), None)",
+        "message(m, stage, words, step, apart).wait_send(), None)",
         "code",
     ),
     "read before the peers' words are here": (
@@ -210,8 +212,8 @@ DAMAGE = {
     ),
     "one peer not told": (
         "lib/collectives.py.j2",
-        "        for step in range(1, stage.size):\n            to = dict(",
-        "        for step in range(2, stage.size):\n            to = dict(",
+        "        for step in range(1, stage.size):\n            pl.semaphore_signal(",
+        "        for step in range(2, stage.size):\n            pl.semaphore_signal(",
         "code ranks",
     ),
     "no barrier at the start": (
