@@ -260,9 +260,6 @@ def half(m, stage):
     """Which of the two halves of its inbox this use of the stage has."""
     return lax.rem(m.phase[stage.number], 2)
 
-def each_peer(stage, act):
-    lax.fori_loop(1, stage.size, lambda step, _: act(step), None)
-
 def on_wire(m, xs):
     """f32 [8, n] each -> u32 [rows, all of them side by side]."""
     return jnp.concatenate([bitcast(x[: m.rows], u32) for x in xs], axis=1)
@@ -286,7 +283,7 @@ def send(m, stage, *xs):
 def receive(m, stage, width, apart=False):
     """Waits until all messages are here, and mine away; what all members sent, in order."""
     here = half(m, stage)
-    each_peer(stage, lambda step: message(m, stage, width, step, apart).wait())
+    lax.fori_loop(1, stage.size, lambda step, _: message(m, stage, width, step, apart).wait(), None)
     m.phase[stage.number] += 1
     return [bitcast(inbox(m, stage)[here, i, :, :width], f32) for i in range(stage.size)]
 
@@ -346,8 +343,7 @@ def open_exchanges(m):
     for stage in STAGES:
         m.phase[stage.number] = 0
         for step in range(1, stage.size):
-            to = dict(device_id=(peer(stage, step),), device_id_type=pl.DeviceIdType.MESH)
-            pl.semaphore_signal(pltpu.get_barrier_semaphore(), 1, **to)
+            pl.semaphore_signal(pltpu.get_barrier_semaphore(), 1, device_id=(peer(stage, step),))
 
 def await_peers(m):
     """Before the first message: every rank that it may go to is in this kernel."""
