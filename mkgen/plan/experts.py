@@ -79,12 +79,23 @@ class ExpertImage:
     @property
     def up_runs(self) -> str:
         """Source text of the panels of gate and up in the order of their dots: those that make a whole left operand of down together,
-        so that phi of the first runs while the next are multiplied. A loop's number of panels a trip where the code would be too long."""
+        so that phi of the first runs while the next are multiplied. A loop's number of panels a trip where the code would be too long.
+
+        A dot over all of K adds up in the MXU that has its columns, 256 of them: gate goes through one and up through the other.
+        Where groups have scales a dot is no deeper than the MXU, and either takes the next."""
         if not self.straight:
             return str(self.up.wide)
         inner = self.width_padded // LANES
-        parts = [range(at, min(at + DEPTH // LANES, inner)) for at in range(0, inner, DEPTH // LANES)]
-        return str(tuple(tuple(p + first for first in range(0, self.up.panels, inner) for p in part) for part in parts))
+        most = inner if self.fold > 1 else DEPTH // LANES
+        parts = [range(at, min(at + most, inner)) for at in range(0, inner, most)]
+        matrices = range(0, self.up.panels, inner)
+        if self.up.group:
+            runs = [[first + p for first in matrices for p in part] for part in parts]
+        elif self.gated:
+            runs = [[first + p for p in part] for part in parts for first in matrices]
+        else:
+            runs = [[p] for p in range(inner)]
+        return str(tuple(map(tuple, runs)))
 
     @property
     def down_runs(self) -> str:
