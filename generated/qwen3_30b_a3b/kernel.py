@@ -451,7 +451,7 @@ class Section(NamedTuple):  # One matrix of an expert: bf16, two a word, panel a
     scale_rows: int  # a panel
     runs: tuple  # of panels: each is one basic block, whose drains the next one hides
 
-EXPERT_UP = Section(0, 2048, 6, 1024, 6144, 0, ((0, 1, 3, 4), (2, 5)))  # gate | up
+EXPERT_UP = Section(0, 2048, 6, 1024, 6144, 0, ((0, 1), (3, 4), (2,), (5,)))  # gate | up
 EXPERT_DOWN = Section(6144, 384, 16, 192, 9216, 0, (range(16),))
 LOCAL_EXPERTS = 32
 EXPERT_SLOTS = 4
