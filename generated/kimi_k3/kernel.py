@@ -273,9 +273,8 @@ def message(m, stage, width, step, apart=False):
     arrived, to = m.arrived.at[here, stage.number], (peer(stage, step),)
     return pltpu.make_async_remote_copy(source, mine, m.sent, arrived, to, pl.DeviceIdType.MESH)
 
-def send(m, stage, *xs):
-    """Each x f32 [8, n], side by side, to all members."""
-    words = on_wire(m, xs)
+def send(m, stage, words):
+    """u32 [rows, n] to all members."""
     inbox(m, stage)[half(m, stage), member(stage), :, : words.shape[1]] = words
     for step in range(1, stage.size):  # no loop: in one, each message waits for its peer's address
         message(m, stage, words.shape[1], step).start()
@@ -307,14 +306,14 @@ def send_runs(m, stage, xs):
 
 def gather_start(m, path, *xs):
     """Each x [8, n] f32 is this rank's piece, on its way to the members of the first stage."""
-    send(m, path[0], *xs)
+    send(m, path[0], on_wire(m, xs))
 
 def gather_finish(m, path, *ys):
     """y [8, ranks * width] = the pieces of all ranks, for each (width, y)."""
     width = sum(n for n, _ in ys)
     found = receive(m, path[0], width)
     for stage in path[1:]:
-        send(m, stage, *found)
+        send(m, stage, on_wire(m, found))
         runs = receive(m, stage, width * len(found))
         found = [x for run in runs for x in heads_of(run, width)]
     for pieces, y in columns_of(found, ys):
@@ -335,8 +334,8 @@ def scatter_finish(m, path, *ys):
         if path[i + 1 :]:
             send_runs(m, path[i + 1], totals)
             runs //= path[i + 1].size
-    for total, (_, y) in zip(totals, ys):
-        y[...] = pad_rows(total)
+    for x, (_, y) in zip(totals, ys):
+        y[...] = pad_rows(x)
 
 def open_exchanges(m):
     """Counters to zero; tells every rank that writes here that this one is in the kernel."""
