@@ -1,4 +1,4 @@
-"""The order of a layer's copies: its experts one after another, and refills of the ring that wait until these are done."""
+"""The order of copies: a step's first ones, a layer's experts one after another, refills of the ring that wait until these are done."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ from mkgen.graph.build import build_graph
 from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 from mkgen.plan.planner import make_plan
-from mkgen.plan.regions import Collective, Loop, Start, Wait, walk
-from mkgen.spec.model import Gqa, Moe, Spec
+from mkgen.plan.regions import Collective, Loop, Start, Step, Wait, walk
+from mkgen.spec.model import Gqa, Mlp, Moe, Rope, Spec
 from mkgen.targets import load_target
 
 
@@ -98,3 +98,10 @@ def test_more_than_the_ring_holds_is_refused():
 @pytest.mark.slow
 def test_the_kernel_gives_the_references_numbers():
     prove_kernel(mixture(2, late_refills=5))
+
+
+def test_a_step_begins_with_its_copies():
+    """Whatever op comes first: the embedding's rows, then the ring, which a rank alone reads for its rotary frequencies at once."""
+    plan = planned(spec(1, {"a": Gqa(4, 4, 32, rope=Rope())}, {"m": Mlp(96)}, "a*2", "m*2", 128))
+    nodes = plan.regions["begin"].body.nodes
+    assert [n.name for n in nodes[:2]] == ["embed_rows", "fill_ring"] and "rope" in next(n for n in nodes if isinstance(n, Step)).op and not list(check_plan(plan))

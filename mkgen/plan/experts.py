@@ -132,7 +132,7 @@ def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expe
                  width: int, out: int, weights: tuple[str, ...], biases: tuple[str, ...] = (), most_bytes: int = 2 ** 40) -> ExpertImage:
     """The image of a kind of routed experts; k, out: whole widths; width: the whole hidden width of one expert; most_bytes: of a piece.
 
-    Of the numbers of pieces that are small enough, up to twice the least one, that which pads least."""
+    Of the numbers of pieces that are small enough, up to twice the least one, that which pads least, of equal ones that without `fold`."""
     def image(pieces: int) -> ExpertImage:
         return cut_experts(name, kind, fmt, layers, experts, expert_parallel, tensor_parallel, pieces, k, width, out, weights, biases)
 
@@ -141,7 +141,7 @@ def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expe
         size = image(width).rows * ROW_BYTES
         raise MkgenError(f"an expert of {kind} cannot be cut into pieces of build.expert_kib = {most_bytes // 1024}\n  why: 128 columns of its matrices "
                          f"take {-(-size // 1024)} KiB\n  fix: write build.expert_kib: {-(-size // 1024)} or more")
-    return image(1) if least == 1 else min(map(image, range(least, 2 * least + 1)), key=lambda i: i.expert_bytes)
+    return image(1) if least == 1 else min(map(image, range(least, 2 * least + 1)), key=lambda i: (i.expert_bytes, i.fold))
 
 
 def cut_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, pieces: int, k: int,

@@ -36,6 +36,13 @@ class Nodes:
         """A start at the beginning of the sub-layer; `rows`: once a row."""
         self.early.append(self.each_row(Start(transfer, args, when), rows))
 
+    @contextmanager
+    def first(self):
+        """Nodes added inside go to the beginning of the sub-layer, whatever op comes first."""
+        self.nodes.append([])
+        yield
+        self.early += self.nodes.pop()
+
     def start_early_loop(self, transfer: str, var: str, trips: str, *args: str, bound: int) -> None:
         self.early.append(Loop(f"first_{transfer}", var, trips, (Start(transfer, args),), bound=bound))
 

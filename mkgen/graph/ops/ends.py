@@ -41,9 +41,10 @@ class Embed(Op):
         b.transfer("embed_copy", ("m", "row"), "m.embedding.at[pl.ds(vocab_index(m, row) * EMBED_WORDS, EMBED_WORDS)]",
                    "m.embed_words.at[:, row, :]", "m.embed_sem", words * 512, "The embedding row of row's token.",
                    reads=("embedding",), writes=("embed_words",))
-        with b.loop("embed_rows", "row", "m.rows", unroll=True):
-            b.start("embed_copy", "m", "row", when="embed_here(m, row)")
-        b.fill_ring()                    # behind them: memory shares itself out among all that are under way
+        with b.first():
+            with b.loop("embed_rows", "row", "m.rows", unroll=True):
+                b.start("embed_copy", "m", "row", when="embed_here(m, row)")
+            b.fill_ring()                # behind them: memory shares itself out among all that are under way
         with b.loop("embed_rows", "row", "m.rows", unroll=True):
             b.wait("embed_copy", "m", "row", when="embed_here(m, row)")
         b.step(self, "ends", "embed", reads=("embed_words",), x=b.write(self.x), hidden=hidden)
