@@ -72,13 +72,18 @@ def test_an_expert_is_fetched_behind_a_wait():
     assert plan.spec.build.experts_ahead == 2
 
 
-def test_others_are_fetched_in_front_of_the_exchange_that_is_waited_for():
-    """The shared expert hides a gather that the routed ones need: their further copies do not wait for it."""
-    plan = planned(mixture(2, expert_slots=5, gathered=True, replicate=("m.router",)))
+@pytest.mark.parametrize("shared", [160, 0])
+def test_others_are_fetched_when_some_time_has_passed(shared):
+    """Where the shared expert hides the gather that the routed ones need, their further copies do not wait for it."""
+    made = mixture(2, expert_slots=5, gathered=True, replicate=("m.router",))
+    moe = replace(made.model.ffns["m"], shared_width=shared)
+    plan = planned(replace(made, model=replace(made.model, ffns={"m": moe})))
     nodes = list(walk(plan.regions["m"].body))
     at = {n.name: i for i, n in enumerate(nodes) if isinstance(n, Loop)}
     finish = next(i for i, n in enumerate(nodes) if i > at["first_experts"] and isinstance(n, Collective) and n.part == "finish")
-    assert at["first_experts"] < at["more"] < finish < at["routed_expert"]
+    order = [at["first_experts"], at["more"], finish, at["routed_expert"]]
+    assert order == sorted(order) if shared else [order[0], order[2], order[1], order[3]] == sorted(order)
+    assert not list(check_plan(plan))
 
 
 def test_one_refill_less_is_found():

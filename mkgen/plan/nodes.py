@@ -59,9 +59,10 @@ class Nodes:
 
     @contextmanager
     def before_finish(self, op: str):
-        """Nodes added inside go in front of the first finish of an exchange behind an earlier op; here, if there is none."""
-        nodes = self.nodes[0]
-        at = next((i for i in range(self.ends[op], len(nodes)) if isinstance(nodes[i], Collective) and nodes[i].part == "finish"), len(nodes))
+        """Nodes added inside go in front of the first finish of an exchange behind an earlier op, if others work in between; else here."""
+        nodes, first = self.nodes[0], self.ends[op]
+        at = next((i for i in range(first, len(nodes)) if isinstance(nodes[i], Collective) and nodes[i].part == "finish"), len(nodes))
+        at = at if any(isinstance(n, Step) and n.op not in (op, self.op.name) for n in nodes[first:at]) else len(nodes)
         self.nodes.append([])
         yield
         nodes[at:at] = self.nodes.pop()
