@@ -110,19 +110,16 @@ def block_mixture(m, y, g, at, live, eps, span):
     def measure(p, v):
         sums[p] = jnp.concatenate([fold_lanes(v * w), fold_lanes(v * v)], axis=1)
 
-    def score(p):
-        weighed, squares = (jnp.sum(s, axis=1, keepdims=True) for s in jnp.split(sums[p], 2, 1))
-        return weighed * lax.rsqrt(squares / width + eps)
-
     share = lambda p, v: v.astype(f32) * jnp.concatenate([sums[p]] * -(-span // 256), 1)[:, :span]
     lax.fori_loop(0, live, lambda p, _: measure(p, m.snapshots[p].astype(f32)), None)
     measure(last, m.running[...].astype(f32))
-    scores = [jnp.where(p < live, score(p), -jnp.inf) for p in range(last)] + [score(last)]
-    highest = functools.reduce(jnp.maximum, scores)
-    weights = [jnp.exp(s - highest) for s in scores]
-    total = sum(weights)
-    for p, e in enumerate(weights):
-        sums[p] = jnp.broadcast_to(e / total, sums.shape[1:])
+    weighed, squares = (jnp.sum(x, axis=2, keepdims=True) for x in jnp.split(sums[...], 2, axis=2))
+    p = lax.broadcasted_iota(i32, weighed.shape, 0)
+    scores = weighed * lax.rsqrt(squares / width + eps)
+    scores = jnp.where((p < live) | (p == last), scores, -jnp.inf)
+    weights = jnp.exp(scores - jnp.max(scores, axis=0, keepdims=True))
+    weights = weights / jnp.sum(weights, axis=0, keepdims=True)
+    sums[...] = jnp.broadcast_to(weights, sums.shape)
     for start in range(0, width, span):  # what the registers hold
         here = slice(start, start + span)
         add = lambda p, mixed: mixed + share(p, m.snapshots[p, :, here])
