@@ -42,11 +42,16 @@ class Walk:
     def key(self, name: str) -> tuple:
         return (name,) if name == "tape_copy" else (name, self.run)
 
+    def trips(self, n: Loop) -> int:
+        if n.trips == "RING_DEPTH":
+            return self.plan.ring_depth
+        return int(n.trips) if n.trips.isdigit() else min(self.turns, n.bound or self.turns)
+
     def node(self, n, layer, region, op) -> str:
         where = Where(layer, region, op)
         if isinstance(n, (Seq, Loop, Branch)):
             body = n.nodes if isinstance(n, Seq) else n.body if isinstance(n, Loop) else n.cases[0][1].nodes
-            trips = 1 if not isinstance(n, Loop) else int(n.trips) if n.trips.isdigit() else min(self.turns, n.bound or self.turns)
+            trips = 1 if isinstance(n, (Seq, Branch)) else self.trips(n)
             for x in body * trips:
                 op = self.node(x, layer, region, op)
         elif isinstance(n, Step):
@@ -79,8 +84,6 @@ def step(plan: Plan, rows: int, turns: int = 2) -> list[Event]:
     """turns: of loops whose number depends on data."""
     w = Walk(plan, rows, turns)
     first = Where(None, "begin", "dispatch")
-    for _ in range(plan.ring_depth):
-        w.fetch("tape_copy", first)
     w.events.append(Pause(first, plan.target.host_dispatch_s / 10, "dispatch"))
     for layer, region in plan.sequence():
         w.run += 1
