@@ -212,6 +212,7 @@ DAMAGE = {
     "too few bytes": (lambda p: with_transfer(p, "expert_copy", bytes=512), "pairing"),
     "Advance missing": (lambda p: damaged(p, "dense", lambda n: isinstance(n, Advance), nothing), "tape"),
     "Advance too many": (lambda p: damaged(p, "dense", lambda n: isinstance(n, Advance), twice), "tape"),
+    "peers not met": (lambda p: damaged(p, "begin", is_step("await_peers"), nothing), "exchange"),
     "ring filled too little": (
         lambda p: damaged(p, "begin", is_loop("fill_ring"), lambda n: (replace(n, trips="RING_DEPTH - 1"),)),
         "pairing data",

@@ -31,6 +31,7 @@ class Exchanges:
         self.now: Collective | None = None  # the exchange in progress, as its first round started it
         self.done = 0  # its finished rounds
         self.open = False  # a round has been started and not finished
+        self.met = False  # every rank is known to be in the kernel
         self.where = ""
 
     @property
@@ -70,6 +71,8 @@ class Exchanges:
 
     def begin(self, n: Collective, where: str) -> None:
         add = self.report.add
+        if not self.met:
+            add("exchange", where, f"{n.kind} over {n.stage} starts", "no peer has been waited for: it may not be in the kernel yet")
         if self.open:
             add("exchange", where, f"{n.kind} over {n.stage} starts before {self.now.kind} ({self.where}) is finished", "one exchange at a time")
         elif self.now and (same(self.now) != same(n) or n.round != self.done):
@@ -155,6 +158,7 @@ class Exchanges:
     def step(self, n: Step, where: str) -> None:
         """Steps touch neither the remote buffers, nor what an exchange will fill before it is over."""
         self.spread(n, where)
+        self.met |= (n.template, n.macro) == ("exchange", "await_peers")
         touched = {*n.reads, *n.writes}
         for name in touched & self.remote:
             self.report.add("exchange", where, f"touches {name}", "peers write there: only exchanges may touch it")

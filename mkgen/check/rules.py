@@ -10,6 +10,6 @@ RULES = {
     "tape": "chunks and entries follow one another, hold the blocks that steps read, and are all consumed",
     "loop": "loops that depend on data have a bound, and hold to it",
     "spread": "what a rank has a term of is summed over the ranks before a step that takes it for the sum, and once",
-    "exchange": "exchanges start and finish in order, the same on every rank, within the places that peers write",
+    "exchange": "exchanges start when all ranks are there, and finish in order, the same on every rank, within the places that peers write",
     "memory": "tile-padded VMEM and the spill reserve fit; no bytes are shared; SMEM tables, semaphores and names are in order",
 }
