@@ -254,3 +254,12 @@ def test_the_mini_stores_matrices_as_the_full_model_does(case):
     """Also those that its own widths would leave out of the `rest`."""
     full, _, plan = case
     assert {n: m.format for n, m in planned(full).matrices.items()} == {n: m.format for n, m in plan.matrices.items()}
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (SPECS / "tuned").glob("*.yaml")))
+def test_an_overlay_has_a_mini_too(name):
+    """With its refills behind the experts, and experts as they lie at full size."""
+    full = load_spec(SPECS / f"{name}.yaml", overlays=[SPECS / "tuned" / f"{name}.yaml"])
+    small, whole = planned(mini_spec(full)), planned(full)
+    assert small.spec.build.late_refills == min(full.build.late_refills, 2)
+    assert [image.fold for image in small.experts] == [image.fold for image in whole.experts]

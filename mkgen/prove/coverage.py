@@ -7,7 +7,7 @@ import numpy as np
 from mkgen.graph.ops.cache import Seen
 from mkgen.graph.ops.gqa_attention import GqaAttention
 from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Collective, Step, walk
+from mkgen.plan.regions import Collective, Loop, Step, walk
 from mkgen.prove.rung import Rung
 from mkgen.prove.scenario import Scenario, by_rank
 
@@ -36,6 +36,8 @@ def pieces(plan: Plan) -> set[str]:
     out = {f"matrix of {of}" for of in stored.values()}
     out |= {f"matrix {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
     out |= {f"several blocks of {stored[m]} a turn" for m in plan.matrices.values() if m.turn > 1}
+    out |= {f"experts with {'parts of K side by side' if image.fold > 1 else 'all of K in a panel'}" for image in plan.experts}
+    out |= {"refills behind the experts" for region in plan.regions.values() for n in walk(region.body) if isinstance(n, Loop) and n.name == "late_refills"}
     for region in plan.regions.values():
         for node in walk(region.body):
             if isinstance(node, Step):

@@ -110,6 +110,7 @@ def _build(spec: Spec, whole_mesh: bool) -> Build:
         context=TILES * TILE,
         kv_tile=TILE,
         ring_depth=min(old.ring_depth, 3),
+        late_refills=min(old.late_refills, 2, old.ring_depth - 1),
         expert_slots=min(old.expert_slots, 3),
         kv_slots=min(old.kv_slots, 4),
     )
