@@ -99,7 +99,7 @@ class Build:
     context: int = 4096
     kv_tile: int = 256                           # tokens in one tile of a positional cache
     ring_depth: int = 12
-    unroll: int = MOST_UNROLL                              # blocks of a matrix that a turn of its loop multiplies in straight-line code, at most
+    unroll: int = MOST_UNROLL                    # blocks of a matrix that a turn of its loop multiplies in straight-line code, at most
     expert_slots: int = 4
     kv_slots: int = 16
     kv_batch: int = 8                            # tiles that are computed at a time
