@@ -272,13 +272,13 @@ DAMAGE = {
         lambda p: damaged(p, "kda", is_part("scatter", "start"), lambda n: (replace(n, widths=(99999,)),)),
         "exchange",
     ),
-    "sum used too early": (lambda p: moved_up(p, "dense", is_step("block_add")), "exchange"),
+    "sum used too early": (lambda p: moved_up(p, "dense", is_step("add")), "exchange"),
     "source of another width": (
         lambda p: damaged(p, "moe", is_part("gather", "start"), lambda n: (replace(n, sources=("m.h[...]", *n.sources[1:])),)),
         "exchange",
     ),
     "remote buffer touched": (
-        lambda p: damaged(p, "moe", is_step("block_add"), lambda n: (replace(n, writes=(*n.writes, next(b for b in p.buffers if b.startswith("inbox_")))),)),
+        lambda p: damaged(p, "moe", is_step("add"), lambda n: (replace(n, writes=(*n.writes, next(b for b in p.buffers if b.startswith("inbox_")))),)),
         "exchange",
     ),
     "exchange in a loop over data": (lambda p: in_a_loop(p, "begin"), "exchange"),

@@ -30,8 +30,7 @@ def made_up(job, asked) -> dict[str, Cycles]:
     """Cycles that depend on the piece alone; the loops that the compiler would find."""
     def loops(a) -> tuple[float, ...]:
         lists = a.function.count("list_kv_items(") * job.rows
-        mixed = re.findall(r"block_mixture\(.*m\.facts.*, (\d+)\)", a.function)
-        mixtures = sum(1 + job.places["running"][1][-1] // int(span) for span in mixed)
+        mixtures = len(re.findall(r"weigh_past\(.*m\.facts", a.function))
         return (10.0,) * lists or (30.0,) * mixtures or (200.0,) * ("lambda i, _: take_expert" in a.function)
 
     return {a.key: Cycles(100.0 + len(a.function), 50.0, loops(a)) for a in asked}

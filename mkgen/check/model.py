@@ -138,7 +138,7 @@ class Model:
         """What the copies that a region waits for bring into a buffer."""
         key = region.name, buffer
         if key not in self.arriving:
-            waits = {n.transfer for n in walk(region.body) if isinstance(n, Wait)}
+            waits = {n.transfer for n in walk(region.body) if isinstance(n, Wait)} | ({"tape_copy"} if region.awaited else set())
             self.arriving[key] = [text for copy, text in self.origins[buffer] if copy in waits]
         return self.arriving[key]
 

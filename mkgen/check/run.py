@@ -218,9 +218,12 @@ class AbstractRun:
     # -- the tape -----------------------------------------------------------------------------------------------------
 
     def chunk(self):
-        """The entries that should lie in the current slot; none past the region's chunks (a finding of its own)."""
-        at = self.g - self.base
-        return self.region.chunks[at].entries if at < len(self.region.chunks) else None
+        """The entries that should lie in the current slot: behind the region's chunks the next one's first; none further on (a
+        finding of its own)."""
+        at, own, regions = self.g - self.base, self.region.chunks, self.model.short.regions
+        following = regions[self.turn][2].chunks[:1] if self.turn < len(regions) else ()
+        found = [*own, *following][at:][:1]
+        return found[0].entries if found else None
 
     def pieces(self, n: Step, scope: dict, where: str) -> None:
         """Each piece that a step reads from the ring is an entry of the chunk at g."""

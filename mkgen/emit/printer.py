@@ -20,15 +20,22 @@ class Printer:
         self.env, self.plan = env, plan
         self.op = None
         self.printed: list[str] = []
+        self.awaited = ""                # what lies in a chunk that the sub-layer before has waited for
 
     def region(self, region: Region, depth: int = 1) -> str:
         self.op, self.sub, self.chunks, self.at = None, region.name, region.chunks, 0
+        self.awaited = f": {self.entries()}" if region.awaited else ""
         return "\n".join(self.nodes(region.body.nodes, depth))
 
+    def entries(self) -> str:
+        """What lies at which row of the next chunk."""
+        if self.at == len(self.chunks):
+            return "the next sub-layer's"
+        return ", ".join(f"{e.name.replace(self.sub + '.', '')} {e.row}" for e in self.chunks[self.at].entries)
+
     def contents(self, line: str) -> str:
-        """The line that makes a chunk the current one, with a comment that says what lies at which row of it."""
-        entries = [f"{e.name.replace(self.sub + '.', '')} {e.row}" for e in self.chunks[self.at].entries]
-        told = f"{line}  # {', '.join(entries)}"
+        """The line that makes a chunk the current one, with a comment that says what lies in it."""
+        told = f"{line}  # {self.entries()}"
         return told if len(told) <= COLUMNS else line
 
     def nodes(self, nodes: tuple[Node, ...], depth: int) -> list[str]:
@@ -97,8 +104,9 @@ class Printer:
         pad = INDENT * depth
         template = self.env.get_template(f"ops/{node.template}.py.j2")
         text = getattr(template.make_module({"plan": self.plan}), node.macro)(**node.args)
-        head = [] if node.op == self.op else [f"{pad}# -- {node.op}"]
-        self.op = node.op
+        told = f"{pad}# -- {node.op}"
+        head = [] if node.op == self.op else [told + self.awaited if len(told + self.awaited) <= COLUMNS else told]
+        self.op, self.awaited = node.op, ""
         return head + [pad + line if line.strip() else "" for line in text.strip("\n").split("\n")]
 
     def active_rows(self, node: Loop, depth: int) -> list[str] | None:

@@ -78,6 +78,7 @@ class Op:
     name: str
     kind: ClassVar[str] = ""
     rounds: ClassVar[str] = ""           # the rounding points, in words
+    ahead: ClassVar[bool] = False        # reads what lies first among the weights of the next sub-layer
     columnwise: ClassVar[bool] = False   # treats each column alone: inputs that are split alike need not be whole
 
     def inputs(self) -> tuple[Value, ...]:

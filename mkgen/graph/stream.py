@@ -7,7 +7,7 @@ from mkgen.graph.ir import Op, SubLayer, Value, Weight
 from mkgen.graph.kinds.told import told
 from mkgen.graph.ops.ends import Embed, Enter, FinishLogits, Greedy
 from mkgen.graph.ops.linear import Linear
-from mkgen.graph.ops.mixture import BlockAdd, BlockMixture
+from mkgen.graph.ops.mixture import BlockMixture, WeighPast
 from mkgen.graph.ops.norm import norm
 from mkgen.graph.ops.residual import AddBranch, GatedAdd, KeepBranch, ResidualAdd, Round
 from mkgen.graph.ops.rope import tables
@@ -23,6 +23,8 @@ class Stream:
         self.mixes, self.parallel = kind == "block_softmax", kind == "parallel"
         planes = -(-model.layers // model.residual.block) if self.mixes else 0
         self.snapshots = Value("snapshots", hidden, dtype, carried=True, planes=planes) if self.mixes else None
+        self.past = Value("past", hidden, "f32", carried=True)
+        self.softmax = Value("past_softmax", 256, "f32", carried=True)
         self.normed = Value("normed", hidden, carried=True)                    # parallel: the input of both branches,
         self.branch = Value("branch", hidden, "f32", carried=True, partial=True)     # and what the mixer made of it
 
@@ -32,16 +34,20 @@ class Stream:
     def vector(self, role: str, dtype: str = "bf16") -> Weight:
         return Weight(role, (self.model.hidden,), (role,), "vector", dtype)
 
-    def mixture(self, where: str, y: Value, fact: str | None) -> BlockMixture:
+    def mixture(self, where: str, y: Value) -> BlockMixture:
         w = Weight(f"residual.{where}", (self.model.hidden,), (f"residual.{where}_norm", f"residual.{where}_proj"), "product", "f32")
-        return BlockMixture(f"{where}_mixture", self.x, self.snapshots, y, w, self.residual.eps, fact)
+        return BlockMixture(f"{where}_mixture", self.x, self.past, self.softmax, y, w, self.residual.eps)
 
-    def read(self, name: str, where: str, role: str, fact: str | None, n: Norm | None) -> tuple[list[Op], Value]:
+    def weigh(self, name: str, *facts: str) -> list[WeighPast]:
+        """What every sub-layer does for the mixture of the next one."""
+        return [WeighPast(f"{name}.past", self.x, self.snapshots, self.past, self.softmax, self.residual.eps, *facts)] if self.mixes else []
+
+    def read(self, name: str, where: str, role: str, n: Norm | None) -> tuple[list[Op], Value]:
         """The input of a sub-layer: the stream (or its mixture), normed by n if there is one, as bf16."""
         ops, x = [], self.x
         if self.mixes:
             x = self.value(f"{name}.mix")
-            ops.append(self.mixture(where, x, fact))
+            ops.append(self.mixture(where, x))
         if n is None and x.dtype == "bf16":
             return ops, x
         h = self.normed if self.parallel and where == "mixer" else self.value(f"{name}.h")
@@ -53,7 +59,7 @@ class Stream:
         if self.parallel and role == "ffn":
             ops, h = [], self.normed
         else:
-            ops, h = self.read(name, role, f"{role}.norm", f"{role}_snapshots" if self.mixes else None, first)
+            ops, h = self.read(name, role, f"{role}.norm", first)
         body, out = kinds[type(kind)](name, kind, h, spec)
         return SubLayer(name, role, (*ops, *self.write(name, role, body, h, out)), doc=told(kind))
 
@@ -65,8 +71,7 @@ class Stream:
             body, out = [*body, norm(f"{name}.post_norm", out, post, post_norm(self.model, role), f"{role}.post_norm")], post
         add = f"{name}.add"
         if r.kind == "block_softmax":
-            opens = ("opens_block", "block") if role == "mixer" else (None, None)
-            return [*body, BlockAdd(add, self.x, self.snapshots, out, *opens)]
+            body = [*body, *self.weigh(name, "snapshots", *(("opens_block",) if role == "mixer" else ()))]
         if r.kind == "alpha_beta":
             return [*body, ResidualAdd(add, self.x, out, h, r.alpha.get(name, 1.0), r.beta.get(name, 1.0))]
         if r.kind == "gated":
@@ -94,11 +99,12 @@ class Stream:
                 ops.append(Enter("embed_scale", x, scaled, model.embed_scale))
                 x = scaled
             ops.append(norm("embed_norm", x, self.x, model.embed_norm))
+        ops += self.weigh("begin")
         return SubLayer("begin", "begin", tuple(ops), doc=doc)
 
     def end(self) -> SubLayer:
         model = self.model
-        ops, h = self.read("end", "out", "norm", None, model.final_norm or model.norm)
+        ops, h = self.read("end", "out", "norm", model.final_norm or model.norm)
         role, vocab = "embed" if model.tied_head else "head", model.vocab
         w = Weight("head", (model.hidden, vocab), (role,), "linear", split=1, units=vocab)
         logits = Value("logits", vocab, "f32", units=vocab)
@@ -110,13 +116,11 @@ class Stream:
         return SubLayer("end", "end", tuple(ops), doc="Final norm, logits of this rank's vocabulary, greedy token.")
 
     def facts(self) -> dict[str, tuple[int, ...]]:
-        """Per-layer data of the residual scheme: how many snapshots are live, where a block opens, and which."""
+        """Per-layer data of the residual scheme: how many snapshots there are behind the mixer, and where a block opens."""
         if not self.mixes:
             return {}
         size, layers = self.residual.block, range(self.model.layers)
-        return {"mixer_snapshots": tuple(0 if n == 0 else (n - 1) // size + 1 for n in layers),
-                "ffn_snapshots": tuple(n // size + 1 for n in layers),
-                "opens_block": tuple(int(n % size == 0) for n in layers), "block": tuple(n // size for n in layers)}
+        return {"snapshots": tuple(n // size + 1 for n in layers), "opens_block": tuple(int(n % size == 0) for n in layers)}
 
 
 def unrounded(body: list[Op], out: Value) -> tuple[list[Op], Value]:

@@ -61,6 +61,8 @@ def dependences(trace: list[Op | Exchange]) -> nx.DiGraph:
     for j, entry in enumerate(trace):
         graph.add_node(j)
         reads, writes = touched(entry)
+        if isinstance(entry, Op) and entry.ahead:                          # behind this sub-layer's own weights
+            graph.add_edges_from((i, j) for i, e in enumerate(trace[:j]) if isinstance(e, Op) and e.weights())
         for name in reads:
             if name in made:
                 graph.add_edge(made[name], j)

@@ -7,7 +7,7 @@ import numpy as np
 
 from mkgen.graph.ir import LayerGraph, Weight
 from mkgen.plan.experts import ExpertImage
-from mkgen.plan.regions import Buffer, Seq, Transfer
+from mkgen.plan.regions import Advance, Buffer, Seq, Transfer, Wait, walk
 from mkgen.plan.shard import Mesh
 from mkgen.plan.tape import Chunk, Matrix, Vector
 from mkgen.plan.vmem import vmem_bytes
@@ -27,6 +27,12 @@ class Region:
     @property
     def rows(self) -> int:
         return sum(c.rows for c in self.chunks)
+
+    @property
+    def awaited(self) -> bool:
+        """Has the sub-layer before waited for the first chunk?"""
+        first = next((n for n in walk(self.body) if isinstance(n, Advance) or isinstance(n, Wait) and n.transfer == "tape_copy"), None)
+        return isinstance(first, Advance)
 
 
 @dataclass(frozen=True)

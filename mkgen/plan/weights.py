@@ -64,10 +64,22 @@ class Weights:
             self.close()
         if self.open is None:
             self.open = []
-            self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
+            if self.chunks or not self.awaited:
+                self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
         at = sum(e.rows for e in self.open)
         self.open.append(Entry(name, at, entry_rows, block))
         return at
+
+    @property
+    def awaited(self) -> bool:
+        """Has the sub-layer before this one waited for its first chunk?"""
+        return self.sub.role != "begin" and any(op.ahead for op in self.memory.graph.begin.ops)
+
+    def ahead(self, width: int) -> str:
+        """Source text of the float32 vector that the next sub-layer's first chunk begins with; the sub-layer's own are read."""
+        self.close()
+        self.nodes[-1].append(Wait("tape_copy", ("m", "g")))
+        return f"tape_rows(m, g, 0, {Vector('', (), 1, width, 'f32', True).rows})"
 
     def close(self) -> None:
         """The open chunk has been read for the last time: its slot is refilled with the chunk `ring_depth` ahead."""

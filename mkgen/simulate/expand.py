@@ -26,7 +26,7 @@ DISPATCH, LOOP, BARRIER = "dispatch", "loop", "barrier"
 SIGNAL_BYTES = 4                         # of a barrier's message
 INSIDE = {                               # (template, macro) -> trips of the loops in its text that depend on data, from its arguments
     ("experts", "take_rest"): lambda args: (f"m.expert_count[0] - -(-FIRST_EXPERTS // {args['image'].pieces})",),
-    ("mixture", "block_mixture"): lambda args: () if args["live"].isdigit() else (args["live"],) * (1 + -(-args["y"].width // args["span"])),
+    ("mixture", "weigh_past"): lambda args: () if args["live"].isdigit() else (args["live"],),
 }
 
 

@@ -9,30 +9,64 @@ import jax.numpy as jnp
 from mkgen.graph.ir import Cost, Op, Value, Weight
 
 
-MIX_LANES = 28 * 128                     # mixed at a time, at most: as many as the registers hold
+@dataclass(frozen=True)
+class WeighPast(Op):
+    """The past of the next sub-layer's mixture, weighed with that one's w while this one's result is on its way.
 
+    Where the layer opens a block, the running sum is kept as a snapshot first, and begins anew. Per-layer tables: `live` says how
+    many snapshots there are then, `opens` has 1 where a block opens; None: nothing is live, none opens.
+    Source of the split: M. Milakov, N. Gimelshein, Online normalizer calculation for softmax, 2018."""
+    running: Value
+    snapshots: Value
+    past: Value                          # sum_i exp(s_i - max s) v_i over the live snapshots
+    softmax: Value                       # max s on the first half of its lanes, sum_i exp(s_i - max s) on the second
+    eps: float
+    live: str | None = None
+    opens: str | None = None
+    kind = "weigh_past"
+    rounds = "none"
+    ahead = True
 
-def mixed_at_once(width: int) -> int:
-    """Lanes of an even run of the width: all of it, a half, ..."""
-    return next((width // n for n in range(-(-width // MIX_LANES), width // 128 + 1) if width % (128 * n) == 0), width)
+    def inputs(self):
+        return (self.running, self.snapshots)
+
+    def outputs(self):
+        return ()
+
+    def cost(self):
+        return Cost(flops=6 * self.running.width * self.snapshots.planes)
+
+    def meaning(self, env):
+        """The reference keeps the live snapshots themselves: w is the next sub-layer's."""
+        if self.opens is not None and env.fact(self.opens):
+            env.put(self.snapshots, env[self.snapshots].at[env.fact(self.live) - 1].set(env[self.running]))
+            env.put(self.running, jnp.zeros_like(env[self.running]))
+        env.put(self.past, env[self.snapshots][:env.fact(self.live) if self.live else 0])
+
+    def lower(self, b):
+        running, snapshots, past, softmax = (b.place(v).buffer for v in (self.running, self.snapshots, self.past, self.softmax))
+        if self.opens is not None:
+            b.step(self, "mixture", "open_block", reads=(running, snapshots), writes=(running, snapshots))
+        b.step(self, "mixture", "weigh_past", reads=(snapshots,), writes=(past, softmax), w=b.ahead(self.past.width), eps=self.eps,
+               live=b.fact(self.live) if self.live else "0")
 
 
 @dataclass(frozen=True)
 class BlockMixture(Op):
     """s_i = (sum_c v_i[c] w[c]) * rsqrt(mean_c v_i[c]^2 + eps) over the live snapshots and the running sum; y = r(sum_i softmax(s)_i v_i).
 
-    `fact` names the per-layer table that says how many snapshots are live; None: all of them."""
+    The snapshots' part is `past`, which the sub-layer before has made."""
     running: Value
-    snapshots: Value
+    past: Value
+    softmax: Value
     y: Value
     w: Weight
     eps: float
-    fact: str | None
     kind = "block_mixture"
     rounds = "y"
 
     def inputs(self):
-        return (self.running, self.snapshots)
+        return (self.running, self.past, self.softmax)
 
     def outputs(self):
         return (self.y,)
@@ -41,53 +75,16 @@ class BlockMixture(Op):
         return (self.w,)
 
     def cost(self):
-        return Cost(flops=6 * self.y.width * (self.snapshots.planes + 1))
+        return Cost(flops=8 * self.y.width)
 
     def meaning(self, env):
-        live = self.snapshots.planes if self.fact is None else env.fact(self.fact)
-        v = jnp.concatenate([env[self.snapshots][:live], env[self.running][None]])        # [live + 1, R, D]
+        v = jnp.concatenate([env[self.past], env[self.running][None]])        # [live + 1, R, D]
         score = jnp.sum(v * env.w(self.w), -1) * jax.lax.rsqrt(jnp.mean(v * v, -1) + self.eps)
         env.put(self.y, jnp.sum(jax.nn.softmax(score, axis=0)[..., None] * v, axis=0))
 
     def lower(self, b):
         at, w = b.vector_at(self.w)
-        b.buffer("mix_sums", (self.snapshots.planes + 1, 8, 256), "f32", "of each snapshot: its weighed and squared features, summed; its share")
-        b.step(self, "mixture", "block_mixture", running=b.ref(self.running), snapshots=b.ref(self.snapshots), y=b.write(self.y), at=at,
-               w=f"tape_rows(m, g, {at}, {w.rows})", eps=self.eps,
-               live=str(self.snapshots.planes) if self.fact is None else b.fact(self.fact), span=mixed_at_once(self.y.width))
-
-
-@dataclass(frozen=True)
-class BlockAdd(Op):
-    """running = r(running + x). Where the layer opens a block, running is first kept as a snapshot and then replaced by x.
-
-    `opens`, `block`: per-layer tables (1 where a block opens; the block's index); None for a sub-layer that never opens one."""
-    running: Value
-    snapshots: Value
-    x: Value
-    opens: str | None
-    block: str | None
-    kind = "block_add"
-    rounds = "running"
-
-    def inputs(self):
-        return (self.running, self.snapshots, self.x)
-
-    def outputs(self):
-        return ()
-
-    def cost(self):
-        return Cost(flops=self.x.width)
-
-    def meaning(self, env):
-        running, x = env[self.running], env[self.x]
-        if self.opens is not None and env.fact(self.opens):
-            env.put(self.snapshots, env[self.snapshots].at[env.fact(self.block)].set(running))
-            env.put(self.running, x)
-        else:
-            env.put(self.running, running + x)
-
-    def lower(self, b):
-        b.step(self, "mixture", "block_add", writes=(self.running.name, self.snapshots.name), running=b.ref(self.running),
-               snapshots=b.ref(self.snapshots), x=b.read(self.x, "f32"),
-               opens=self.opens and b.fact(self.opens), block=self.block and b.fact(self.block))
+        if at:
+            raise ValueError(f"{self.name}: w lies at row {at}; the sub-layer before looks for it at the beginning of a chunk")
+        b.step(self, "mixture", "block_mixture", reads=tuple(b.place(v).buffer for v in self.inputs()), y=b.write(self.y),
+               w=f"tape_rows(m, g, 0, {w.rows})", eps=self.eps)
