@@ -42,7 +42,7 @@ PLAN = {
     "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
     "ring_depth": 14,
     "padding_fraction": 0.005934,  # beyond the true bytes of a step, at 1 rows
-    "vmem_bytes": {1: 50232320, 8: 52776960},  # by rows
+    "vmem_bytes": {1: 50396160, 8: 52940800},  # by rows
     "bytes_per_core": {1: 49095786496, 8: 50071552000},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]
@@ -70,10 +70,8 @@ CHUNK_ROWS = {  # u32 rows of each chunk that a sub-layer reads
     "end": [88] + 35 * [4096],
 }
 FACT_COLUMNS = {  # further data, one number a layer
-    "mixer_snapshots": np.repeat([0, 1, 2, 3, 4, 5, 6, 7, 8], [1, 12, 12, 12, 12, 12, 12, 12, 8]),
-    "ffn_snapshots": np.repeat([1, 2, 3, 4, 5, 6, 7, 8], [12, 12, 12, 12, 12, 12, 12, 9]),
+    "snapshots": np.repeat([1, 2, 3, 4, 5, 6, 7, 8], [12, 12, 12, 12, 12, 12, 12, 9]),
     "opens_block": 7 * ([1] + 11 * [0]) + [1] + 8 * [0],
-    "block": np.repeat([0, 1, 2, 3, 4, 5, 6, 7], [12, 12, 12, 12, 12, 12, 12, 9]),
 }
 
 def chunk_table():

@@ -30,9 +30,9 @@ LANES, ROWS_PADDED = 128, 8
 LAYERS, RING_DEPTH = 93, 14
 EMBED_WORDS = 28  # u32 rows of one token's embedding
 VOCAB_RUN = 5120  # tokens of the vocabulary on one rank
-FACTS = 8  # words a layer in the table m.facts:
+FACTS = 6  # words a layer in the table m.facts:
 MIXER, MIXER_INDEX, FFN, FFN_INDEX = range(4)
-MIXER_SNAPSHOTS, FFN_SNAPSHOTS, OPENS_BLOCK, BLOCK = range(4, FACTS)
+SNAPSHOTS, OPENS_BLOCK = range(4, FACTS)
 
 # ---- arithmetic ----------------------------------------------------------------------------------
 
@@ -102,38 +102,48 @@ def fold_lanes(x):
     """[8, n] -> [8, 128]: the sum of its blocks of 128 lanes, four sums at a time."""
     return sum(heads_of(sum(heads_of(x, 4 * LANES)), LANES))
 
-def block_mixture(m, y, g, at, live, eps, span):
-    """y = softmax mixture of the first `live` snapshots (no other is written) and the running sum.
-    score_i = (sum v_i w) rsqrt(mean v_i^2 + eps); w lies in chunk g from row `at` on."""
-    last, width, sums = m.snapshots.shape[0], m.running.shape[1], m.mix_sums
-    w = line(bitcast(tape_rows(m, g, at, -(-width // LANES)), f32), width)
-    def measure(p, v):
-        sums[p] = jnp.concatenate([fold_lanes(v * w), fold_lanes(v * v)], axis=1)
+def across(x, width):
+    """[8, 128] -> [8, width]: the same lanes again and again."""
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
-    share = lambda p, v: v.astype(f32) * jnp.concatenate([sums[p]] * -(-span // 256), 1)[:, :span]
-    lax.fori_loop(0, live, lambda p, _: measure(p, m.snapshots[p].astype(f32)), None)
-    measure(last, m.running[...].astype(f32))
-    weighed, squares = (jnp.sum(x, axis=2, keepdims=True) for x in jnp.split(sums[...], 2, axis=2))
-    p = lax.broadcasted_iota(i32, weighed.shape, 0)
-    scores = weighed * lax.rsqrt(squares / width + eps)
-    scores = jnp.where((p < live) | (p == last), scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.max(scores, axis=0, keepdims=True))
-    weights = weights / jnp.sum(weights, axis=0, keepdims=True)
-    sums[...] = jnp.broadcast_to(weights, sums.shape)
-    for start in range(0, width, span):  # what the registers hold
-        here = slice(start, start + span)
-        add = lambda p, mixed: mixed + share(p, m.snapshots[p, :, here])
-        y[:, here] = lax.fori_loop(0, live, add, share(last, m.running[:, here]))
-
-def block_add(m, layer, x):
-    """running += x, [8, hidden] f32; where a block opens, x replaces running, its snapshot kept."""
-    opens, block = (m.facts[layer * FACTS + fact] for fact in (OPENS_BLOCK, BLOCK))
-    @pl.when(opens == 1)
+def open_block(m, layer):
+    """Where the layer opens a block, the running sum is kept as a snapshot and begins anew."""
+    @pl.when(m.facts[layer * FACTS + OPENS_BLOCK] == 1)
     def _():
-        m.snapshots[block] = m.running[...]
+        m.snapshots[m.facts[layer * FACTS + SNAPSHOTS] - 1] = m.running[...]
+        m.running[...] = jnp.zeros_like(m.running)
 
-    before = jnp.where(opens == 1, 0.0, m.running[...].astype(f32))
-    m.running[...] = before + x
+def take_term(m, g, v, eps):
+    """One more term v [8, n] of a softmax mixture, scored (sum v w) rsqrt(mean v^2 + eps); w begins
+    chunk g. [8, 128] each: highest score, sum of weights, and what past and v are weighed with."""
+    width = v.shape[1]
+    w = line(bitcast(tape_rows(m, g, 0, -(-width // LANES)), f32), width)
+    weighed, squares = (jnp.sum(fold_lanes(x), axis=1, keepdims=True) for x in (v * w, v * v))
+    score = weighed * lax.rsqrt(squares / width + eps)
+    top, total = jnp.split(m.past_softmax[...], 2, axis=1)
+    highest = jnp.maximum(top, score)
+    past, now = jnp.exp(top - highest), jnp.exp(score - highest)
+    return highest, past * total + now, past, now
+
+def weigh_past(m, g, live, eps):
+    """The next mixture but for its newest term: of the first `live` snapshots (no other is
+    written) past = the sum of exp(score - highest) v, past_softmax = highest | sum of weights."""
+    m.past[...] = jnp.zeros_like(m.past)
+    m.past_softmax[:, :LANES] = jnp.full((ROWS_PADDED, LANES), -jnp.inf)
+    m.past_softmax[:, LANES:] = jnp.zeros((ROWS_PADDED, LANES), f32)
+    def one(p, _):
+        v = m.snapshots[p].astype(f32)
+        *softmax, past, now = take_term(m, g, v, eps)
+        m.past_softmax[...] = jnp.concatenate(softmax, axis=1)
+        m.past[...] = m.past[...] * across(past, v.shape[1]) + v * across(now, v.shape[1])
+    lax.fori_loop(0, live, one, None)
+
+def block_mixture(m, y, g, eps):
+    """y = softmax mixture of the snapshots, as `weigh_past` left them, and the running sum."""
+    v = m.running[...].astype(f32)
+    _, total, past, now = take_term(m, g, v, eps)
+    past, now = (across(x / total, v.shape[1]) for x in (past, now))
+    y[...] = m.past[...] * past + v * now
 
 # ---- rows, tokens --------------------------------------------------------------------------------
 
@@ -519,11 +529,6 @@ def mla_output(kv, v_up, first):
     out = [dot(mixed[h][:, : w.shape[0]], w) for h, w in enumerate(v_up, first)]
     return jnp.concatenate(out, axis=1)
 
-def span(first, n):
-    """(first column, columns) of the panels that hold columns first to first + n."""
-    start = first // LANES * LANES
-    return start, -(-(first + n) // LANES) * LANES - start
-
 # ---- routed experts ------------------------------------------------------------------------------
 
 class Format(NamedTuple):  # How weights are stored, and how they are multiplied.
@@ -770,15 +775,17 @@ def begin(m, g):
     gather_finish(m, (ALL,), (224, m.embedded))
     # -- enter
     m.running[...] = m.embedded[...]
+    tape_copy(m, g).wait()  # the next sub-layer's
+    # -- begin.past
+    weigh_past(m, g, 0, 1e-05)
     return g
 
 def kda_mixer(m, layer, index, g):
     """Linear recurrence: in each head the delta rule, then norm and gate."""
     window_read(m, index).start()
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
-    tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672
-    # -- mixer_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05, 3584)
+    # -- mixer_mixture: residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672
+    block_mixture(m, m.mix, g, 1e-05)
     # -- kda.norm
     m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     # -- kda.f_a
@@ -792,9 +799,8 @@ def kda_mixer(m, layer, index, g):
     g += 1
     # -- kda.qkvg
     def kda_qkvg_block(i, g):
-        x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
-        m.qkvg_y[:, lanes(i * 128, 128)] = dot(x, w)
+        m.qkvg_y[:, lanes(i * 128, 128)] = dot(m.h[...], w)
     g = stream(m, g, range(12), kda_qkvg_block, turn=4)
     window_read(m, index).wait()
     tape_copy(m, g).wait()  # q_conv+k_conv+v_conv 0, a 40, dt_bias 48, o_norm 56
@@ -837,11 +843,15 @@ def kda_mixer(m, layer, index, g):
         m.o_y[...] += dot(x, w)
     g = stream(m, g, range(3), kda_o_block, turn=3)
     scatter_start(m, (ALL,), m.o_y[...])
+    # -- kda.past
+    open_block(m, layer)
+    tape_copy(m, g).wait()  # the next sub-layer's
+    weigh_past(m, g, m.facts[layer * FACTS + SNAPSHOTS], 1e-05)
     scatter_finish(m, (ALL,), (224, m.out_run))
     gather_start(m, (ALL,), m.out_run[...])
     gather_finish(m, (ALL,), (224, m.o_y))
     # -- kda.add
-    block_add(m, layer, m.o_y[...])
+    m.running[...] = m.running[...] + m.o_y[...]
     window_write(m, index).wait()
     each_active_row(m, lambda row: matrix_write(m, index, row).wait())
     return g
@@ -850,9 +860,8 @@ def mla_mixer(m, layer, index, g):
     """Multi-head latent attention."""
     first_cache_tile_copy = jnp.minimum(m.kv_count[0], KV_SLOTS)
     lax.fori_loop(0, first_cache_tile_copy, lambda i, _: cache_tile_copy(m, index, i).start(), None)
-    tape_copy(m, g).wait()  # residual.mixer 0, mixer.norm 56, kv_a 88, q_a 984
-    # -- mixer_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + MIXER_SNAPSHOTS], 1e-05, 3584)
+    # -- mixer_mixture: residual.mixer 0, mixer.norm 56, kv_a 88, q_a 984
+    block_mixture(m, m.mix, g, 1e-05)
     # -- mla.norm
     m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     # -- mla.kv_a
@@ -864,9 +873,8 @@ def mla_mixer(m, layer, index, g):
     gather_start(m, (ALL,), m.kv_a_y[:, 0:18], m.q_a_y[...])
     # -- mla.g
     def mla_g_block(i, g):
-        x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
-        m.g_y[:, lanes(i * 128, 128)] = dot(x, w)
+        m.g_y[:, lanes(i * 128, 128)] = dot(m.h[...], w)
     g = stream(m, g, range(3), mla_g_block, turn=3)
     gather_finish(m, (ALL,), (18, m.kv_a_whole), (48, m.q_a_whole))
     tape_copy(m, g).wait()  # q_norm 0, kv_norm 8, q_b 16
@@ -915,28 +923,30 @@ def mla_mixer(m, layer, index, g):
         m.o_y[...] += dot(x, w)
     g = stream(m, g, range(3), mla_o_block, turn=3)
     scatter_start(m, (ALL,), m.o_y[...])
+    # -- mla.past
+    open_block(m, layer)
+    tape_copy(m, g).wait()  # the next sub-layer's
+    weigh_past(m, g, m.facts[layer * FACTS + SNAPSHOTS], 1e-05)
     scatter_finish(m, (ALL,), (224, m.out_run))
     gather_start(m, (ALL,), m.out_run[...])
     gather_finish(m, (ALL,), (224, m.o_y))
     # -- mla.add
-    block_add(m, layer, m.o_y[...])
+    m.running[...] = m.running[...] + m.o_y[...]
     each_active_row(m, lambda row: cache_word_copy(m, index, row).wait())
     return g
 
 def dense_ffn(m, layer, index, g):
     """Gated MLP."""
-    tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56
-    # -- ffn_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05, 3584)
+    # -- ffn_mixture: residual.ffn 0, ffn.norm 56
+    block_mixture(m, m.mix, g, 1e-05)
     # -- dense.norm
     m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- dense.gate_up
     def dense_gate_up_block(i, g):
-        x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
-        m.gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
+        m.gate_up_y[:, lanes(i * 128, 128)] = dot(m.h[...], w)
     g = stream(m, g, range(17), dense_gate_up_block)
     # -- dense.act
     gate = m.gate_up_y[:, 0:1056]
@@ -944,23 +954,24 @@ def dense_ffn(m, layer, index, g):
     m.act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
     # -- dense.down
     def dense_down_block(i, g):
-        x = m.act[...]
         w = panels(m, g, 0, 1056, 896)
-        m.down_y[:, lanes(i * 896, 896)] = dot(x, w)
+        m.down_y[:, lanes(i * 896, 896)] = dot(m.act[...], w)
     g = stream(m, g, range(8), dense_down_block)
     scatter_start(m, (ALL,), m.down_y[...])
+    tape_copy(m, g).wait()  # the next sub-layer's
+    # -- dense.past
+    weigh_past(m, g, m.facts[layer * FACTS + SNAPSHOTS], 1e-05)
     scatter_finish(m, (ALL,), (224, m.out_run))
     gather_start(m, (ALL,), m.out_run[...])
     gather_finish(m, (ALL,), (224, m.down_y))
     # -- dense.add
-    m.running[...] = m.running[...].astype(f32) + m.down_y[...]
+    m.running[...] = m.running[...] + m.down_y[...]
     return g
 
 def moe_ffn(m, layer, index, g):
     """Routed experts of a latent of 3584, each distinct one fetched once; shared experts."""
-    tape_copy(m, g).wait()  # residual.ffn 0, ffn.norm 56, router 88
-    # -- ffn_mixture
-    block_mixture(m, m.mix, g, 0, m.facts[layer * FACTS + FFN_SNAPSHOTS], 1e-05, 3584)
+    # -- ffn_mixture: residual.ffn 0, ffn.norm 56, router 88
+    block_mixture(m, m.mix, g, 1e-05)
     # -- moe.norm
     m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     # -- moe.router
@@ -973,9 +984,8 @@ def moe_ffn(m, layer, index, g):
     gather_start(m, (ALL,), m.router_y[:, 0:28], m.latent_down_y[...])
     # -- moe.shared_gate_up
     def moe_shared_gate_up_block(i, g):
-        x = m.h[...]
         w = panels(m, g, 0, 7168, 128)
-        m.shared_gate_up_y[:, lanes(i * 128, 128)] = dot(x, w)
+        m.shared_gate_up_y[:, lanes(i * 128, 128)] = dot(m.h[...], w)
     g = stream(m, g, range(3), moe_shared_gate_up_block, turn=3)
     # -- moe.shared_act
     gate = m.shared_gate_up_y[:, 0:192]
@@ -983,9 +993,8 @@ def moe_ffn(m, layer, index, g):
     m.shared_act[...] = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
     # -- moe.shared_down
     def moe_shared_down_block(i, g):
-        x = m.shared_act[...]
         w = panels(m, g, 0, 192, 3584)
-        m.shared_down_y[:, lanes(i * 3584, 3584)] = dot(x, w)
+        m.shared_down_y[:, lanes(i * 3584, 3584)] = dot(m.shared_act[...], w)
     g = stream(m, g, range(2), moe_shared_down_block, turn=2)
     gather_finish(m, (ALL,), (28, m.router_logits_whole), (112, m.latent_in_whole))
     tape_copy(m, g).wait()  # router_bias 0
@@ -1030,16 +1039,18 @@ def moe_ffn(m, layer, index, g):
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     gather_start(m, (ALL,), m.out[...])
+    tape_copy(m, g).wait()  # the next sub-layer's
+    # -- moe.past
+    weigh_past(m, g, m.facts[layer * FACTS + SNAPSHOTS], 1e-05)
     gather_finish(m, (ALL,), (224, m.out_whole))
     # -- moe.add
-    m.running[...] = m.running[...].astype(f32) + m.out_whole[...]
+    m.running[...] = m.running[...] + m.out_whole[...]
     return g
 
 def end(m, g):
     """Final norm, logits of this rank's vocabulary, greedy token."""
-    tape_copy(m, g).wait()  # residual.out 0, norm 56
-    # -- out_mixture
-    block_mixture(m, m.mix, g, 0, 8, 1e-05, 3584)
+    # -- out_mixture: residual.out 0, norm 56
+    block_mixture(m, m.mix, g, 1e-05)
     # -- end.norm
     m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
@@ -1119,10 +1130,9 @@ def places(rows):
         "embedded": vmem((8, 7168), f32),  # embed
         "embedded_run": vmem((8, 224), f32),  # this rank's columns of embedded
         "running": vmem((8, 7168), f32),  # the residual stream
-        "mix_sums": vmem(
-            (9, 8, 256), f32
-        ),  # of each snapshot: its weighed and squared features, summed; its share
         "snapshots": vmem((8, 8, 7168), f32),  # snapshots of the residual stream
+        "past": vmem((8, 7168), f32),  # snapshots, weighed for the next mixture
+        "past_softmax": vmem((8, 256), f32),  # their largest score | sum of weights
         "mix": vmem((8, 7168), f32),  # block mixture
         "h": vmem((8, 7168), f32),  # rms norm
         "f_a_y": vmem((8, 128), f32),  # f_a, not rounded
@@ -1152,14 +1162,10 @@ def places(rows):
         "q_b_y": vmem((8, 576), f32),  # q, not rounded
         "cache_tiles": vmem((16, 5, 128, 128), u32),  # tiles of the cache, one a slot
         "cache_token": vmem((5, 8, 128), u32),  # the new token of each row
-        "cache_old": vmem(
-            (rows, 5, 1, 128), u32
-        ),  # the words that it goes into, as the tiles have them
+        "cache_old": vmem((rows, 5, 1, 128), u32),  # the words that it goes into
         "cache_word": vmem((rows, 5, 1, 128), u32),  # its words, to be written back
         "cache_queries": vmem((8, 8, 640), f32),  # queries
-        "cache_softmax": vmem(
-            (2, 8, 8, 128), f32
-        ),  # largest score and sum of weights so far, each in all lanes
+        "cache_softmax": vmem((2, 8, 8, 128), f32),  # largest score, sum of weights
         "cache_mixed": vmem((8, 8, 512), f32),  # weighed values
         "cache_tile_sem": dma((16,)),  # one a tile slot
         "cache_word_sem": dma((rows,)),  # new words out

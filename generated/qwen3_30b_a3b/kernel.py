@@ -651,9 +651,8 @@ def attention_mixer(m, layer, index, g):
     g += 1
     # -- attention.qkv
     def attention_qkv_block(i, g):
-        x = m.h[...]
         w = panels(m, g, 0, 2048, 384)
-        m.qkv_y[:, lanes(i * 384, 384)] = dot(x, w)
+        m.qkv_y[:, lanes(i * 384, 384)] = dot(m.h[...], w)
     g = stream(m, g, range(2), attention_qkv_block, turn=2)
     tape_copy(m, g).wait()  # q_norm 0, k_norm 8
     # -- attention.qk
@@ -823,14 +822,10 @@ def places(rows):
         "k_rope": vmem((8, 128), bf16),  # qk norm rope
         "cache_tiles": vmem((16, 2, 128, 128), u32),  # tiles of the cache, one a slot
         "cache_token": vmem((2, 8, 128), u32),  # the new token of each row
-        "cache_old": vmem(
-            (rows, 2, 1, 128), u32
-        ),  # the words that it goes into, as the tiles have them
+        "cache_old": vmem((rows, 2, 1, 128), u32),  # the words that it goes into
         "cache_word": vmem((rows, 2, 1, 128), u32),  # its words, to be written back
         "cache_queries": vmem((8, 8, 128), bf16),  # queries
-        "cache_softmax": vmem(
-            (2, 8, 8, 128), f32
-        ),  # largest score and sum of weights so far, each in all lanes
+        "cache_softmax": vmem((2, 8, 8, 128), f32),  # largest score, sum of weights
         "cache_mixed": vmem((8, 8, 128), f32),  # weighed values
         "cache_tile_sem": dma((16,)),  # one a tile slot
         "cache_word_sem": dma((rows,)),  # new words out
