@@ -18,7 +18,7 @@ class Text:
     """Compiled source text of a plan; shared by all runs of it."""
 
     def __init__(self, plan: Plan):
-        self.here = SimpleNamespace(rank=0)
+        self.here = SimpleNamespace(rank=0, layers=0)
         self.names = namespace(plan, self.here)
         self.codes: dict[str, CodeType] = {}
         self.copies: dict[str, object] = {}
@@ -99,6 +99,7 @@ class Model:
     def memory(self, scenario: Scenario) -> SimpleNamespace:
         """`m`: refs, and the tables as the host and the prologue leave them."""
         self.text.here.rank = scenario.rank
+        self.text.here.layers = self.text.names["LAYERS"] = len(self.short.facts) // self.constants["FACTS"]
         m = SimpleNamespace(**self.refs)
         m.rows = self.rows
         m.positions = Table("positions", list(scenario.positions))

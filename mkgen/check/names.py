@@ -50,7 +50,7 @@ def constants(plan: Plan) -> dict[str, int]:
 
 
 def namespace(plan: Plan, here: SimpleNamespace) -> dict:
-    """Globals for the plan's source text. `here.rank`: the rank that runs it, read at every use."""
+    """Globals for the plan's source text. `here`: the rank that runs it, and how many layers there are, read at every use."""
     known = constants(plan)
     run = known["VOCAB_RUN"]
 
@@ -64,6 +64,9 @@ def namespace(plan: Plan, here: SimpleNamespace) -> dict:
     def embed_here(m, row):
         return m.positions[row] >= 0 and 0 <= vocab_index(m, row) < run
 
+    def comes_next(m, layer, kind):
+        return layer + 1 < here.layers and m.facts[(layer + 1) * known["FACTS"] + known["MIXER"]] == kind
+
     return known | {
         "lax": SimpleNamespace(div=div, rem=rem, axis_index=lambda _: here.rank, min=min, max=max),
         "jnp": SimpleNamespace(
@@ -76,6 +79,7 @@ def namespace(plan: Plan, here: SimpleNamespace) -> dict:
             logical_or=lambda a, b: a or b,
         ),
         "pl": SimpleNamespace(ds=Run, multiple_of=multiple_of),
+        "comes_next": comes_next,
         "kv_item": kv_item,
         "active_rows": lambda m: [row for row in range(m.rows) if m.positions[row] >= 0],
         "vocab_index": vocab_index,

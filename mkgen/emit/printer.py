@@ -134,7 +134,7 @@ class Printer:
                 short = [*named, f"{pad}lax.fori_loop(0, {trips}, lambda {node.var}, _: {self.node(node.body[0], 0)[0]}, None)"]
                 if all(len(line) <= COLUMNS for line in short):
                     return short
-        head = self.heading(node, depth)
+        head = self.heading(node, depth) + ([f"{pad}# {node.doc}"] if node.doc else [])
         if found := streamed(node):
             blocks = found.turns * found.turn
             self.at += blocks
@@ -149,9 +149,11 @@ class Printer:
         last = [] if carry == "_" else [f"{pad}{INDENT}return {carry}"]
         if tape and isinstance(node.body[-1], Advance):
             body, last = body[:-1], [f"{pad}{INDENT}return g + 1"]
-        call = f"lax.fori_loop(0, {node.trips}, {node.name}, {node.init or ('g' if tape else 'None')})"
-        return ["", *head, f"{pad}def {node.name}({node.var}, {carry}):", *body, *last, "",
-                f"{pad}{'' if carry == '_' or not tape else 'g = '}{call}"]
+        for named, trips in (([], node.trips), ([f"{pad}trips = {node.trips}"], "trips")):
+            call = f"{pad}{'' if carry == '_' or not tape else 'g = '}lax.fori_loop(0, {trips}, {node.name}, {node.init or ('g' if tape else 'None')})"
+            if len(call) <= COLUMNS:
+                break
+        return ["", *head, f"{pad}def {node.name}({node.var}, {carry}):", *body, *last, "", *named, call]
 
     def block(self, name: str, of: Streamed, depth: int) -> list[str]:
         """The function of a block i of a matrix, which lies in chunk g."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import LayerGraph
 from mkgen.plan import common
+from mkgen.plan.ahead import read_ahead
 from mkgen.plan.builder import Builder
 from mkgen.plan.memory import Memory
 from mkgen.plan.plan import Plan, Region
@@ -35,6 +36,8 @@ def planned(spec: Spec, graph: LayerGraph, target: Target) -> Plan:
     if memory.ring_depth < spec.build.ring_depth:
         memory.notes.append(("ring_depth", f"{end_chunks} of {spec.build.ring_depth}: the last sub-layer has no more chunks"))
     regions = {sub.name: lower(memory, sub, end_chunks if sub.role == "end" else None) for sub in graph.sublayers()}
+    regions, ahead = read_ahead(graph, regions)
+    memory.notes += [(name, "the first tiles of its cache are started in front of it, beside an exchange") for name in ahead]
     common.declare_shared(memory)
     plan = Plan(spec=spec, graph=graph, target=target, mesh=mesh, regions=regions, buffers=memory.buffers,
                 transfers=memory.transfers, matrices=memory.matrices, vectors=memory.vectors, weights=memory.weights,

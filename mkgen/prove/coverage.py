@@ -38,6 +38,7 @@ def pieces(plan: Plan) -> set[str]:
     out |= {f"several blocks of {stored[m]} a turn" for m in plan.matrices.values() if m.turn > 1}
     out |= {f"experts with {'parts of K side by side' if image.fold > 1 else 'all of K in a panel'}" for image in plan.experts}
     out |= {"refills behind the experts" for region in plan.regions.values() for n in walk(region.body) if isinstance(n, Loop) and n.name == "late_refills"}
+    out |= {"tiles of a cache started in front of its sub-layer" for region in plan.regions.values() if "MIXER_INDEX" in str(region.body)}
     for region in plan.regions.values():
         for node in walk(region.body):
             if isinstance(node, Step):

@@ -83,13 +83,17 @@ class Expansion:
                 count = next(counts, None)
                 if count is None:
                     raise MkgenError(f"{self.plan.spec.model.name}: {len(experts)} numbers of experts are given; more layers route")
-            known = () if layer is None else tuple(self.facts[layer][i] for i in self.used)
+            known = () if layer is None else (*(self.facts[layer][i] for i in self.used), self.next_mixer(layer))
             key = region.name, count, known
             if key not in self.recorded:
                 self.recorded[key] = Walk(self, region, layer or 0, index, base, count).record()
             out += self.replayed(self.recorded[key], layer, region.name, base)
             base += len(region.chunks)
         return out
+
+    def next_mixer(self, layer: int) -> int | None:
+        """What the layer behind begins with, whose first tiles may be started in this one."""
+        return self.facts[layer + 1][0] if layer + 1 < len(self.facts) else None
 
     # -- the ends of the step -------------------------------------------------------------------------------------------
 
