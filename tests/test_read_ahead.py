@@ -83,12 +83,14 @@ def test_damage_is_found(damage):
     plan = planned(small("a b a b", "m*4"))
     region = plan.regions["m"]
     loop = first_tiles(plan, "m")[0]
-    other = {"another layer": [replace(loop, body=(Start(loop.body[0].transfer, ("m", "m.facts[layer * FACTS + MIXER_INDEX]", "i")),))],
+    same = Start(loop.body[0].transfer, ("m", "m.facts[layer * FACTS + MIXER_INDEX]", "i"))
+    other = {"another layer": [replace(loop, body=(same,))],
              "behind the last": [replace(loop, trips="jnp.minimum(m.kv_count[0], KV_SLOTS)")],
              "twice": [loop, loop], "not at all": [],
              "another kind": [replace(loop, trips=loop.trips.replace("layer, 0", "layer, 1"))]}[damage]
     nodes = [x for n in region.body.nodes for x in (other if n is loop else [n])]
-    assert list(check_plan(replace(plan, regions={**plan.regions, "m": replace(region, body=replace(region.body, nodes=tuple(nodes)))})))
+    damaged = replace(region, body=replace(region.body, nodes=tuple(nodes)))
+    assert list(check_plan(replace(plan, regions={**plan.regions, "m": damaged})))
 
 
 @pytest.mark.slow

@@ -49,11 +49,12 @@ def hurried(region: Region) -> Loop | None:
 
 def started(loop: Loop, place: str, after: set, name: str, kinds: list[str]) -> Loop:
     """The loop, as it stands in the sub-layer `place`, which the mixers `after` may follow."""
+    copy = loop.body[0].transfer
     if place == "begin":
-        return replace(loop, doc="the first layer's first tiles", body=(Start(loop.body[0].transfer, ("m", "m.facts[MIXER_INDEX]", "i")),))
+        return replace(loop, doc="the first layer's first tiles", body=(Start(copy, ("m", "m.facts[MIXER_INDEX]", "i")),))
     due = "" if after == {name} else "layer + 1 < LAYERS" if after == {name, END} else f"comes_next(m, layer, {kinds.index(name)})"
-    trips = f"jnp.where({due}, {loop.trips}, 0)" if due else loop.trips
-    return replace(loop, doc="the next layer's first tiles", trips=trips, body=(Start(loop.body[0].transfer, ("m", "m.facts[(layer + 1) * FACTS + MIXER_INDEX]", "i")),))
+    trips, index = f"jnp.where({due}, {loop.trips}, 0)" if due else loop.trips, "m.facts[(layer + 1) * FACTS + MIXER_INDEX]"
+    return replace(loop, doc="the next layer's first tiles", trips=trips, body=(Start(copy, ("m", index, "i")),))
 
 
 def beside_exchange(region: Region, loop: Loop) -> list[Node]:
