@@ -635,6 +635,11 @@ def begin(m, g):
     m.attention_sin[...] = jnp.sin(angle)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
+
+    # the first layer's first tiles
+    def first_cache_tile_copy(i, _):
+        cache_tile_copy(m, m.facts[MIXER_INDEX], i).start()
+    lax.fori_loop(0, jnp.minimum(m.kv_count[0], KV_SLOTS), first_cache_tile_copy, None)
     reduce_finish(m, (CORE, CHIP), (2048, m.embedded))
     # -- enter
     m.running[...] = m.embedded[...].astype(bf16)
@@ -642,8 +647,6 @@ def begin(m, g):
 
 def attention_mixer(m, layer, index, g):
     """Grouped-query attention, with a positional cache."""
-    first_cache_tile_copy = jnp.minimum(m.kv_count[0], KV_SLOTS)
-    lax.fori_loop(0, first_cache_tile_copy, lambda i, _: cache_tile_copy(m, index, i).start(), None)
     tape_copy(m, g).wait()  # mixer.norm 0
     # -- attention.norm
     m.h[...] = rms_norm(m.running[...].astype(f32), vector(m, g, 0, 8, bf16), 1e-06).astype(bf16)
@@ -732,6 +735,13 @@ def moe_ffn(m, layer, index, g):
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
     tape_copy(m, g + RING_DEPTH - 1).start()
     reduce_start(m, (CORE, CHIP), m.routed[...])
+
+    # the next layer's first tiles
+    def first_cache_tile_copy(i, _):
+        cache_tile_copy(m, m.facts[(layer + 1) * FACTS + MIXER_INDEX], i).start()
+
+    trips = jnp.where(layer + 1 < LAYERS, jnp.minimum(m.kv_count[0], KV_SLOTS), 0)
+    lax.fori_loop(0, trips, first_cache_tile_copy, None)
     reduce_finish(m, (CORE, CHIP), (2048, m.routed))
     # -- moe.add
     m.running[...] = (m.running[...].astype(f32) + round_bf16(m.routed[...])).astype(bf16)
