@@ -7,7 +7,7 @@ import numpy as np
 from mkgen.plan.plan import Plan
 from mkgen.prove.drive import Trace
 from mkgen.prove.rung import Rung, answer, judge
-from mkgen.prove.scenario import GAP_NOISE, Scenario
+from mkgen.prove.scenario import Scenario, gap_noise
 from mkgen.prove.state_image import layouts, to_logical
 
 LOGITS = 0.02  # of the row's range of logits
@@ -29,7 +29,7 @@ def excuses(plan: Plan, scenario: Scenario, trace: Trace) -> np.ndarray:
     """bool [steps, rows]: the row's routing was a close call, in this step or in an earlier one of them, and its logits show
     that it went the other way. A close call that both decide alike is compared as any other.
     """
-    close = np.stack([scenario.steps[n].gap < GAP_NOISE for n in trace.steps])
+    close = np.stack([scenario.steps[n].gap < gap_noise(plan.spec.build) for n in trace.steps])
     off = np.stack([errors(plan, scenario, trace, i) > LOGITS for i in range(len(trace.steps))])
     return np.logical_or.accumulate(np.logical_or.accumulate(close, axis=0) & off, axis=0)
 
@@ -68,7 +68,7 @@ def logits(plan: Plan, scenario: Scenario, trace: Trace, name: str, excused: np.
             first, second = np.sort(np.append(want, -np.inf))[[-1, -2]]
             if tokens[0, row] != np.argmax(want) and first - second > LOGITS * spread:
                 wrong.append(f"step {n} row {row}: token {tokens[0, row]}, not {np.argmax(want)}")
-    note = f"{left} excused: a router gap below {GAP_NOISE} went the other way" if left else ""
+    note = f"{left} excused: a router gap below {gap_noise(plan.spec.build)} went the other way" if left else ""
     compared = f"logits [{plan.spec.model.vocab}] of {counted} active rows in {len(trace.steps)} steps"
     first = judge(f"{name}: logits", compared, worst, LOGITS, note)
     if not counted:
