@@ -20,7 +20,7 @@ class Exchanges:
         self.report = report
         self.groups = groups(plan)
         self.weights = plan.weights
-        self.ranks = plan.mesh.ranks
+        self.ranks, self.rows = plan.mesh.ranks, rows
         self.dims = {b.name: b.dims(rows) for b in plan.buffers.values() if b.space in ("vmem", "out")}
         self.remote = {b.name for b in plan.buffers.values() if b.remote or b.name.startswith("outbox_")}
         self.cut_over: dict[str, int] = {}  # buffers of products that are cut over fewer ranks than all
@@ -136,10 +136,13 @@ class Exchanges:
         back = prod(self.groups.get(name, (1, 1))[0] for name in n.path) if n.kind == "gather" else 1
         if not 0 <= n.beside < max(len(n.widths), 1) or (n.beside or n.over) and n.kind != "scatter":
             add("exchange", where, f"{n.beside} of {len(n.widths)} values of a {n.kind} go whole, over {n.over} ranks", "a scatter shares out one at least")
+        if n.rows and ((n.rounds, len(n.widths), n.over, n.beside) != (1, 1, 0, 0) or self.rows % self.ranks or n.kind == "reduce"):
+            add("exchange", where, f"{n.kind} of {self.rows} rows in {n.rounds} rounds, {len(n.widths)} values", f"rows that {self.ranks} ranks divide, "
+                "of one value, go in one round")
         for i, (source, target, width) in enumerate(zip(n.sources, n.targets, n.widths)):
             shared = n.kind == "scatter" and i < len(n.widths) - n.beside
             out = (n.over or self.ranks) if shared else 1
-            last = out - 1                                       # the last runs may be padding in part
+            last = out - 1 if not n.rows else 0                  # the last runs may be padding in part
             whole = n.kind == "reduce" or n.kind == "scatter" and not shared
             for text, need, least in ((source, out * width, out * width - last), (target, back * width, back * width)):
                 columns, most = self.columns(text), need if not whole or text == source else LANES**3
@@ -193,7 +196,7 @@ class Exchanges:
 
 def same(n: Collective) -> tuple:
     """What all parts and rounds of one exchange have in common."""
-    return n.kind, n.sources, n.targets, n.widths, n.path, n.wire
+    return n.kind, n.sources, n.targets, n.widths, n.path, n.wire, n.rows
 
 
 def named(text: str) -> set[str]:

@@ -3,6 +3,9 @@
 What is a term follows from the weights alone: a product with some of a matrix's rows, the experts of one rank, the
 embeddings of one part of the vocabulary, the squares of some of a norm's columns. Only steps that are linear in a term
 (`LINEAR`) may read one, and make another.
+
+Where an exchange has shared a sum out by rows, a buffer holds this rank's rows alone: only steps that are made for that
+(`BY_ROWS`) take them, and what they make is this rank's rows as well, until a gather of rows brings those of all ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ LINEAR = {
     ("residual", "store"): ("x",),
     ("linear", "join"): ("parts",),
 }
+BY_ROWS = {("experts", "mix_rows"): ("parts", "y")}  # what takes a rank's own rows, and what it makes of them
 ONCE = 'jnp.where(lax.axis_index("tp") == 0, '  # what all ranks hold, as a term that is nothing on all ranks but one
 COLUMNS = re.compile(r"m\.(\w+)(?:\[:, (\d*):(\d+)\])?")
 
 
 class Spread:
-    """One run. `terms`: buffers that hold a term of a sum, and where it was made."""
+    """One run. `terms`: buffers that hold a term of a sum, `rows`: those that hold this rank's rows; and where that was made."""
 
     def __init__(self, plan: Plan, report: Report):
         self.plan, self.report = plan, report
@@ -39,6 +43,7 @@ class Spread:
         self.ops = {op.name: op for sub in plan.graph.sublayers() for op in sub.ops}
         self.kinds: dict[int, tuple] = {}
         self.terms: dict[str, str] = {}
+        self.rows: dict[str, str] = {}
 
     # -- steps ------------------------------------------------------------------------------------------------------------
 
@@ -65,6 +70,20 @@ class Spread:
                 self.terms[name] = where
             elif name not in n.reads or name not in self.terms:
                 self.terms.pop(name, None)
+        self.own_rows(n, where)
+
+    def own_rows(self, n: Step, where: str) -> None:
+        takes, makes = (target(n.args.get(a)) for a in BY_ROWS.get((n.template, n.macro), (None, None)))
+        if takes is not None and takes not in self.rows:
+            self.bad(where, f"takes {takes} as this rank's rows", "no exchange has shared them out")
+        for name in n.reads:
+            if name in self.rows and name != takes:
+                self.bad(where, f"reads {name}", f"it holds this rank's rows alone ({self.rows[name]}), no exchange has gathered them")
+        for name in n.writes:
+            if name == makes:
+                self.rows[name] = where
+            elif name not in n.reads:
+                self.rows.pop(name, None)
 
     def kind(self, n: Step) -> tuple[str | None, tuple[tuple[str, bool], ...], Step]:
         """(the buffer it makes a term in, the buffers it is linear in, and whether one rank alone takes them); the step is
@@ -102,9 +121,13 @@ class Spread:
                         f"gathers {name}",
                         f"it is this rank's term of a sum ({self.terms[name]}): pieces are sums of their own",
                     )
+                if not sums and n.rows != (name in self.rows):
+                    self.bad(where, f"gathers {name} by {'rows' if n.rows else 'columns'}", f"it holds {'columns' if n.rows else 'rows'}")
         if n.part == "finish" and n.round == n.rounds - 1:
             for name in named(n.targets):
                 self.terms.pop(name, None)
+                self.rows.pop(name, None)
+                self.rows |= {name: where} if n.rows and sums else {}
 
     def bad(self, where: str, what: str, why: str) -> None:
         self.report.add("spread", where, what, why)

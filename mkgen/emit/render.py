@@ -125,7 +125,7 @@ def kernel_text(plan: Plan) -> str:
     kinds = [[functions[n] for n in names] + ["no_sublayer"] * gap for names, gap in zip((plan.graph.mixers, plan.graph.ffns), missing)]
     return env.get_template("kernel.py.j2").render(
         plan=plan, printer=Printer(env, plan), kinds=exchange_kinds(plan), wires={n.wire for n in collectives(plan)},
-        beside=any(n.beside for n in collectives(plan)), then=any(n.over for n in collectives(plan)), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
+        beside=any(n.beside for n in collectives(plan)), by_rows=any(n.rows for n in collectives(plan)), then=any(n.over for n in collectives(plan)), regions=regions, function=function, transfers=used, libs=libraries(plan), kv=cache_features(plan),
         local=bool({"window", "chunk"} & cache_features(plan)), sights=sights(plan),
         kv_batch=spec.build.tiles_at_once, expert_steps=expert_steps(plan),
         embed_words=-(-spec.model.hidden // 256), vocab_run=-(-vocab // plan.mesh.ranks), operands=names,

@@ -96,12 +96,16 @@ class Op:
     def cost(self) -> Cost:
         return Cost()
 
+    def by_rows(self, ranks: int) -> bool:
+        """Can rows be shared out over the ranks: does the op treat each row alone, and take it as `ranks` equal runs of columns?"""
+        return False
+
     def needs(self, spread: dict[str, str]) -> dict[str, str]:
         """input name -> 'whole' where it must be complete; missing: any spread will do."""
         return {v.name: "whole" for v in self.inputs()}
 
     def gives(self, spread: dict[str, str]) -> dict[str, str]:
-        """output name -> 'whole' | 'split' | 'partial', from the spread of the inputs (and of the weights)."""
+        """output name -> 'whole' | 'split' | 'partial' | 'rows', from the spread of the inputs (and of the weights)."""
         return {v.name: "whole" for v in self.outputs()}
 
     def meaning(self, env: Any) -> None:

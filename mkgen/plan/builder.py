@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Op, SubLayer, Value
-from mkgen.plan.exchanges import Exchange, Exchanges
+from mkgen.plan.exchange import ROWS, Exchange
+from mkgen.plan.exchanges import Exchanges
 from mkgen.plan.memory import Memory
 from mkgen.plan.nodes import Nodes
 from mkgen.plan.overlap import Begin, Finish, arrange
@@ -22,8 +23,10 @@ from mkgen.plan.weights import Weights
 
 @dataclass(frozen=True)
 class Arrangement:
-    """by_column: sums that are added to split columns are made in runs. whole_sums: those that are needed whole."""
+    """by_column: sums that are added to split columns are made in runs. by_row: those that may be are shared out by rows.
+    whole_sums: those that are needed whole."""
     by_column: bool
+    by_row: bool
     order: tuple[Op | Begin | Finish, ...]
     whole_sums: frozenset[str]
 
@@ -44,6 +47,7 @@ class Builder(Values, Weights, Exchanges, Nodes):
         self.order: tuple = tuple(sub.order())
         self.arranged = False            # are exchanges put where they belong before an op asks for them?
         self.by_column = True            # is a sum that is added to split columns made in runs?
+        self.by_row = False              # is a sum shared out by rows, where it may be?
         self.trace: list[Op | Exchange] = []
         self.whole_sums: frozenset[str] = frozenset()    # sums that are needed whole
         self.routes_at = 0               # the first node behind which memory is the experts'
@@ -52,26 +56,36 @@ class Builder(Values, Weights, Exchanges, Nodes):
     def region(self) -> Seq:
         """Lowers the ops, arranged as the fastest of the ways to exchange asks for."""
         if self.ranks > 1:
-            plans = [self.arrangement(by_column) for by_column in {"auto": (True, False), "runs": (True,), "whole": (False,)}[self.build.add]]
-            tried = plans if len(plans) == 1 or plans[0].order != plans[1].order else plans[:1]
+            tried = self.arrangements()
             best = min(tried, key=lambda p: self.copy(p).exchange_seconds()) if len(tried) > 1 else tried[0]
             self.follow(best)
-            if len(tried) > 1:
+            if len({p.by_column for p in tried}) > 1:
                 self.memory.notes.append((self.sub.name, f"what is added to split columns is summed {'in runs' if best.by_column else 'whole'}"))
                 self.memory.added.add("runs" if best.by_column else "whole")
         return self.run(self.order)
 
-    def arrangement(self, by_column: bool) -> Arrangement:
+    def arrangements(self) -> list[Arrangement]:
+        """Those that differ. Rows are shared out only where that leaves the ops, and so the tape, in their order."""
+        by_column = {"auto": (True, False), "runs": (True,), "whole": (False,)}[self.build.add]
+        tried = [self.arrangement(columns, False) for columns in by_column]
+        if sums := self.row_sums():
+            ops = [[x for x in p.order if isinstance(x, Op)] for p in tried]
+            rows = [self.arrangement(columns, True) for columns in by_column]
+            rows = [p for p, same in zip(rows, ops) if [x for x in p.order if isinstance(x, Op)] == same]
+            tried = rows if rows and any(self.asked(n, (ROWS,)) == ROWS for n in sums) else tried + rows
+        return [p for i, p in enumerate(tried) if p.order not in [q.order for q in tried[:i]]]
+
+    def arrangement(self, by_column: bool, by_row: bool) -> Arrangement:
         """A plain lowering finds out what is exchanged and when, and has it arranged."""
         plain = Builder(self.memory.scratch(), self.sub, self.end_chunks)
-        plain.by_column = by_column
+        plain.by_column, plain.by_row = by_column, by_row
         for op in self.sub.order():
             plain.lower(op)
         kinds = {kind: {v for e in plain.trace if isinstance(e, Exchange) and e.kind == kind for v in e.values} for kind in ("scatter", "gather")}
-        return Arrangement(by_column, tuple(arrange(plain.trace, plain.talks)), frozenset(kinds["scatter"] & kinds["gather"]))
+        return Arrangement(by_column, by_row, tuple(arrange(plain.trace, plain.talks)), frozenset(kinds["scatter"] & kinds["gather"]))
 
     def follow(self, a: Arrangement) -> None:
-        self.order, self.by_column, self.whole_sums, self.arranged = a.order, a.by_column, a.whole_sums, True
+        self.order, self.by_column, self.by_row, self.whole_sums, self.arranged = a.order, a.by_column, a.by_row, a.whole_sums, True
 
     def copy(self, a: Arrangement) -> Builder:
         """The arrangement, lowered on a copy of the memory."""

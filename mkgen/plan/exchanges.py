@@ -10,52 +10,21 @@ group as well; then the groups reduce what their members hold.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Op, Value
+from mkgen.plan.by_rows import ByRows
+from mkgen.plan.exchange import BESIDE, ROWS, Exchange, Run, rounds
 from mkgen.plan.memory import ROWS_PADDED, Place
 from mkgen.plan.regions import Collective, Seq, Step, walk
 from mkgen.plan.shard import round_up, unit_range
 from mkgen.plan.tape import LANES
 from mkgen.targets.exchange import phase_seconds
 
-BESIDE = "beside"                        # a sum that is needed whole, in the rounds of one that is scattered
 
-
-@dataclass(frozen=True)
-class Exchange:
-    """One exchange of one or several values of a sub-layer."""
-    kind: str                            # gather | scatter
-    values: tuple[str, ...]
-    over: int = 0                        # scatter: to so many neighbours; 0: to any number, since it is gathered later
-
-    def joined(self, others: tuple[Exchange, ...]) -> Exchange:
-        return replace(self, values=tuple(v for e in (self, *others) for v in e.values), over=max(e.over for e in (self, *others)))
-
-    def meets(self, other: Exchange) -> bool:
-        """May both be one exchange?"""
-        return self.kind == other.kind and (self.over == other.over or 0 in (self.over, other.over))
-
-
-@dataclass(frozen=True)
-class Run:
-    """Values that go by the same rounds: what one start and one finish stand for."""
-    kind: str                            # gather | scatter | reduce
-    path: tuple[str, ...]                # the group of each round
-    values: tuple[Value, ...]
-    wire: str | None = None              # f32 | bf16; None: build.wire
-    over: int = 0                        # scatter: neighbours that sums are shared out to; 0: all ranks
-    beside: int = 0                      # scatter: of the values, the last ones go whole
-
-    def by_kind(self) -> list[tuple[str, Value]]:
-        """Each value, and what becomes of it."""
-        cut = len(self.values) - self.beside
-        return [("reduce" if i >= cut else self.kind, v) for i, v in enumerate(self.values)]
-
-
-class Exchanges:
+class Exchanges(ByRows):
     def complete(self, op: Op) -> None:
         """Makes the inputs of an op as complete as it needs them. Where the sub-layer has been arranged that is done already."""
         inputs = {v.name: v for v in op.inputs() if v.name in self.memory.places}
@@ -75,6 +44,8 @@ class Exchanges:
 
     def needs(self, op: Op, spread: dict[str, str], inputs: dict[str, Value]) -> dict[str, str]:
         """Where an op treats each column alone and all that is split is cut into equal runs, sums need their own run only."""
+        if by_rows := self.row_needs(op, spread):
+            return by_rows
         if self.by_column and op.columnwise and set(spread.values()) == {"split", "partial"}:
             split = [inputs[n] for n, s in spread.items() if s == "split"]
             ranks = {self.sharers_of(v) for v in split}
@@ -95,6 +66,8 @@ class Exchanges:
     def runs(self, exchange: Exchange) -> list[Run]:
         """The exchange as it will be made: sums that are reduced at once are not scattered, and later not gathered."""
         values = [self.value(n) for n in exchange.values if self.memory.places[n].spread != "whole"]
+        if exchange.rows:
+            return [self.row_run(exchange.kind, v) for v in values]
         if exchange.kind == "gather":
             by_ranks = {ranks: [v for v in values if self.sharers_of(v) == ranks] for ranks in map(self.sharers_of, values)}
             return [self.gather_run(ranks, vs) for ranks, vs in by_ranks.items()]
@@ -122,7 +95,7 @@ class Exchanges:
 
     def go_beside(self, own: list[Value], sums: list[Value], over: int, beside: Run) -> bool:
         """Do sums that are needed whole travel beside the others: because it is asked for, or because no other way is as fast?"""
-        asked = {self.build.reduce.get(v.name, self.build.reduce.get("rest", "auto")) for v in sums}
+        asked = {self.asked(v.name) for v in sums}
         if asked != {"auto"}:
             return asked == {BESIDE}
         mine, theirs = (sum(-(-v.width // over) for v in vs) for vs in (own, sums))
@@ -151,7 +124,7 @@ class Exchanges:
 
     def path_of_sum(self, name: str, width: int, scatter: bool = True, joins: bool = False, over: int = 0) -> tuple[str, ...] | None:
         """The groups that reduce a sum one after another; None: it is scattered (to `over` neighbours) and gathered."""
-        asked, over = self.build.reduce.get(name, self.build.reduce.get("rest", "auto")), over or self.ranks
+        asked, over = self.asked(name), over or self.ranks
         asked = "auto" if asked == BESIDE else asked                 # there is nothing to go beside
         path = self.path("reduce", width, "auto" if asked == "scatter" else asked)
         if scatter and asked in ("auto", "scatter"):
@@ -219,7 +192,7 @@ class Exchanges:
         self.close()
         texts = [getattr(self, f"to_{kind}")(v, run) for kind, v in run.by_kind()]
         sources, widths, targets = zip(*texts)
-        return self.begin_rounds(run.kind, run.path, sources, widths, targets, run.wire, run.over, run.beside)
+        return self.begin_rounds(run.kind, run.path, sources, widths, targets, run.wire, run.over, run.beside, run.rows)
 
     def finish_exchange(self, pending: list[tuple[Run, tuple[Collective, ...]]]) -> None:
         for run, rest in pending:
@@ -230,13 +203,13 @@ class Exchanges:
                 getattr(self, f"after_{kind}")(v, run)
 
     def begin_rounds(self, kind: str, path: tuple[str, ...], sources: tuple[str, ...], widths: tuple[int, ...],
-                     targets: tuple[str, ...], wire: str | None = None, over: int = 0, beside: int = 0) -> tuple[Collective, ...]:
+                     targets: tuple[str, ...], wire: str | None = None, over: int = 0, beside: int = 0, rows: bool = False) -> tuple[Collective, ...]:
         nodes, wire, cut = [], wire or self.build.wire, len(widths) - beside
         messages = self.messages(kind, path, sum(widths[:cut]), wire, over, sum(widths[cut:]))
         for i, (name, (size, words, factors)) in enumerate(zip(path, messages)):
             self.memory.need_inbox(name, words, outbox=kind == "scatter" and self.mesh.groups[name][1] < (over or self.ranks))
             for part in ("start", "finish"):
-                nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path, wire, over, beside))
+                nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path, wire, over, beside, rows))
         self.nodes[-1].append(nodes[0])
         return tuple(nodes[1:])
 
@@ -258,19 +231,27 @@ class Exchanges:
         pieces = self.pieces(v, p.width)
         if pieces != [(0, v.width)]:
             self.nodes[-1].append(Step(v.name, "exchange", "gather_order", dict(y=f"m.{name}", pieces=pieces), (name,), (name,)))
-        self.memory.notes.append((v.name, f"gathered, {p.width} columns a rank" + (f", over {p.over} ranks" if p.over else "")))
+        share = "each rank's rows" if p.spread == ROWS else f"{p.width} columns a rank"
+        self.memory.notes.append((v.name, f"gathered, {share}" + (f", over {p.over} ranks" if p.over else "")))
         self.memory.places[v.name] = Place(name, 0, v.width, "f32", "whole")
 
     def to_scatter(self, v: Value, run: Run) -> tuple[str, int, str]:
         columns = -(-v.width // (run.over or self.ranks))
-        part = self.room(v.name + "_run", columns, "f32", f"this rank's columns of {self.bare(v.name)}")
-        return self.text_of(self.sum_place(v)), columns, f"m.{part}"
+        return self.text_of(self.sum_place(v)), columns, f"m.{self.share(v, columns, run.rows)}"
+
+    def share(self, v: Value, columns: int, rows: bool) -> str:
+        """Where this rank's share of a sum comes to."""
+        return self.room(v.name + "_run", columns, "f32", f"this rank's {'rows, in runs,' if rows else 'columns'} of {self.bare(v.name)}")
 
     def after_scatter(self, v: Value, run: Run) -> None:
         """The whole sum may later go where this rank's term was."""
         p, ranks = self.memory.places[v.name], run.over or self.ranks
         columns = -(-v.width // ranks)
-        part = self.room(v.name + "_run", columns, "f32", f"this rank's columns of {self.bare(v.name)}")
+        part = self.share(v, columns, run.rows)
+        if run.rows:
+            self.memory.notes.append((v.name, f"summed, each rank its rows, in {ranks} runs of {columns} columns"))
+            self.memory.places[v.name] = Place(part, 0, columns, "f32", ROWS, even=True)
+            return
         self.memory.notes.append((v.name, f"summed, {columns} columns a rank" + (f", over {run.over} ranks" if run.over else "")))
         fits = self.memory.buffers[p.buffer].shape[-1] == columns * ranks
         whole = p.buffer if fits else self.room(v.name + "_whole", columns * ranks, "f32", f"{self.bare(v.name)}, summed over the ranks")
@@ -329,11 +310,3 @@ class Exchanges:
                 joins = out and sum(out[-1]) == at
                 out[-1:] = [(out[-1][0], out[-1][1] + n)] if joins else [*out[-1:], (at, n)]
         return out
-
-
-def rounds(name: str, spread: str, need: str, over: int = 0) -> list[Exchange]:
-    """What brings a value from one spread to another. over: neighbours that it is to be split over."""
-    if spread in (need, "whole"):
-        return []
-    kinds = ("gather",) if spread == "split" else ("scatter",) if need == "split" else ("scatter", "gather")
-    return [Exchange(kind, (name,), over) for kind in kinds]

@@ -22,7 +22,7 @@ class Place:
     at: int
     width: int
     dtype: str
-    spread: str                          # whole | split | partial
+    spread: str                          # whole | split | partial | rows
     even: bool = False                   # split into equal runs of columns, whatever units the value has
     whole_at: str | None = None          # a buffer that the whole value may go to, when it is gathered
     over: int = 0                        # neighbours that it is split over; the other groups of as many hold copies. 0: all ranks

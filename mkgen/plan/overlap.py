@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from mkgen.graph.ir import Op, Value
-from mkgen.plan.exchanges import Exchange
+from mkgen.plan.exchange import Exchange
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Advance:
 class Collective:
     """The start or the finish (`part`) of one round of an exchange: each rank sends a message to every other of its group.
 
-    gather: pieces of all ranks side by side. scatter: this rank's columns of a sum. reduce: the whole sum.
+    gather: pieces of all ranks side by side. scatter: this rank's columns of a sum, or its rows. reduce: the whole sum.
     Sources are read when the first round starts, targets are whole when the last one is finished; rounds follow one another."""
     kind: str                            # gather | scatter | reduce
     part: str
@@ -89,10 +89,16 @@ class Collective:
     wire: str = "f32"                    # what a sum travels as: f32 | bf16
     over: int = 0                        # scatter: neighbours that it shares a sum out to, before all groups of them add theirs up; 0: all ranks
     beside: int = 0                      # scatter: that many of the values, the last ones, are not shared out: every rank gets the whole sum
+    rows: bool = False                   # scatter, gather: a rank's share is its rows, each as one run of columns a rank, one below the other
 
     @property
     def rounds(self) -> int:
         return len(self.path)
+
+    @property
+    def told(self) -> str:
+        """Its kind, for listings."""
+        return f"{self.kind} of rows" if self.rows else self.kind
 
     def message_bytes(self, rows: int) -> int:
         return self.words * 4 * rows

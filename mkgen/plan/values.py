@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkgen.graph.ir import Value
+from mkgen.plan.exchange import ROWS
 from mkgen.plan.memory import Place, ROWS_PADDED, identifier
 from mkgen.plan.regions import Buffer
 from mkgen.plan.shard import apart, local_units, sharers
@@ -130,6 +131,7 @@ class Values:
             even = spread == "split" and self.op.columnwise and all(self.even(x) for x in self.op.inputs() if x.name in self.memory.places)
             inputs = [self.memory.places[x.name] for x in self.op.inputs() if x.name in self.memory.places]
             over = max((p.over for p in inputs if p.spread == "split"), default=0) if spread == "split" else 0
+            even |= spread == ROWS       # a run of each of the rank's rows
             local = v.width // (over or self.ranks) if even else self.local(v, spread, over)
             name = self.room(v.name, width or local, dtype or self.dtype(v), self.op.kind.replace("_", " "))
             p = self.memory.places[v.name] = Place(name, 0, local, dtype or self.dtype(v), spread, even, over=over)

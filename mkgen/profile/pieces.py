@@ -144,7 +144,7 @@ class Cutter:
 
 def exchange_op(n: Collective) -> str:
     """`gather of router_logits_whole, latent_in_whole, finish`: what is brought together, and which half of it this is."""
-    return f"{n.kind} of {', '.join(t.removeprefix('m.') for t in n.targets)}, {n.part}"
+    return f"{n.told} of {', '.join(t.removeprefix('m.') for t in n.targets)}, {n.part}"
 
 
 def ops_of(steps: tuple[Step, ...]) -> str:

@@ -45,7 +45,7 @@ def pieces(plan: Plan) -> set[str]:
                 out.add(f"{node.template}.{node.macro}")
                 out |= {f"cache with {key}" for key in node.args.get("more", ())}
             elif isinstance(node, Collective):
-                out.add(f"{node.kind} of {'one value' if len(node.sources) == 1 else 'several values'}, {node.rounds} rounds, {node.wire}")
+                out.add(f"{node.told} of {'one value' if len(node.sources) == 1 else 'several values'}, {node.rounds} rounds, {node.wire}")
     return out
 
 

@@ -14,6 +14,7 @@ from mkgen.graph.build import build_graph
 from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Weight
 from mkgen.graph.ops.gqa_attention import KvGroups
+from mkgen.plan.exchange import ROWS
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Collective, walk
@@ -50,7 +51,7 @@ BLOCK_KIB = 48, 64, 40, 32, 80, 96, 24, 128  # the first that cuts matrices in m
 def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
     """The mini of a valid spec; whole_mesh: on as many ranks as the spec's. Raises `SpecErrors` if no valid spec comes of it."""
     wanted, ways = _full(spec)
-    build = replace(_build(spec, whole_mesh), **ways)
+    build = _build(replace(spec.build, **ways), whole_mesh)
     best, least = None, math.inf
     for sizes in itertools.product(HIDDEN, GROUP, NARROW):
         mini = _sized(spec, build, *sizes)
@@ -83,15 +84,14 @@ def _full(spec: Spec) -> tuple[set[str], dict]:
     """What the full plan's code is printed from, and how its ranks exchange; nothing where it has none."""
     with contextlib.suppress(MkgenError, ValueError):
         plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
-        found = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective) and n.kind != "reduce")
+        found = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective) and n.kind != "reduce" and not n.rows)
         paths = {n.kind: n.path for n in found if plan.mesh.reach(n.path) == plan.mesh.ranks}
         ways = {kind: " ".join(sorted(path, key=list(plan.mesh.groups).index)) for kind, path in paths.items()}
         return pieces(plan), ways | {"reduce": dict(plan.ways), "add": (*plan.added, "auto")[0]}
     return set(), {}
 
 
-def _build(spec: Spec, whole_mesh: bool) -> Build:
-    old = spec.build
+def _build(old: Build, whole_mesh: bool) -> Build:
     mesh = old.mesh if whole_mesh else {name: min(size, 2) for name, size in old.mesh.items()}
     both = old.expert_parallel > 1 and old.tensor_parallel > 1
     ranks = _product(mesh)
@@ -99,14 +99,13 @@ def _build(spec: Spec, whole_mesh: bool) -> Build:
         mesh = {name: 4 if size == 2 else size for name, size in mesh.items()}
         ranks = 4
     tensor = 1 if old.tensor_parallel == 1 else 2 if both else ranks
-    most = max(old.rows)
     return replace(
         old,
         mesh=mesh,
         expert_parallel=ranks // tensor,
         tensor_parallel=tensor,
         block_kib=BLOCK_KIB[0],
-        rows=tuple(sorted({1, min(most, 4)})),
+        rows=(ranks,) if ROWS in old.reduce.values() else tuple(sorted({1, min(max(old.rows), 4)})),
         context=TILES * TILE,
         kv_tile=TILE,
         ring_depth=min(old.ring_depth, 3),
@@ -374,7 +373,7 @@ def _moe(f: Moe, old: Build, new: Build) -> Moe:
     return replace(
         f,
         experts=experts,
-        top_k=min(f.top_k, 4, experts // router.groups * router.group_top_k),
+        top_k=min(f.top_k, new.ranks if ROWS in new.reduce.values() else 4, experts // router.groups * router.group_top_k),
         router=router,
         activation=_activation(f.activation),
         shared_width=shared,

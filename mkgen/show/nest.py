@@ -30,7 +30,7 @@ def collectives(made: Plan) -> dict[tuple[str, str, str, int], tuple[int, int]]:
 
     def visit(region: Region, node: Node, turns: int) -> None:
         if isinstance(node, Collective) and node.part == "start":
-            key = (region.name, node.kind, node.stage, node.peers * node.message_bytes(1))
+            key = (region.name, node.told, node.stage, node.peers * node.message_bytes(1))
             count, layers = out.get(key, (0, times[region.name]))
             out[key] = count + turns, layers
         for child in children(node):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mkgen.plan.by_rows import shareable
+from mkgen.plan.exchange import ROWS
 from mkgen.plan.plan import Plan
 from mkgen.spec.checks_build import GATHERED, neighbours
 from mkgen.spec.model import Build, Mla, Model, Moe
@@ -136,7 +138,8 @@ def exchanges(plan: Plan) -> list[Dimension]:
     names = sorted((name for name, _ in plan.ways), key=lambda name: -runs.get(name.partition(".")[0], 1))
     ways = ("auto", "scatter", *paths)
     all_alike = [choice("add", ("auto", "runs", "whole")), *(choice(key, ("auto", *paths)) for key in ("gather", "scatter"))]
-    return all_alike + [summed(name, ways) for name in names]
+    by_rows = {name for sub in plan.graph.sublayers() for name in shareable(sub, plan.spec.build)}
+    return all_alike + [summed(name, (*ways, ROWS) if name in by_rows else ways) for name in names]
 
 
 def summed(name: str, ways: tuple[str, ...]) -> Dimension:

@@ -264,6 +264,13 @@ class MixExperts(Op):
     def cost(self):
         return Cost(flops=6 * self.top_k * self.y.width)
 
+    def by_rows(self, ranks):
+        """A run of a row's parts has whole parts."""
+        return self.top_k % ranks == 0 and self.y.width % ranks == 0
+
+    def gives(self, spread):
+        return {self.y.name: "rows" if spread[self.parts.name] == "rows" else "whole"}
+
     def meaning(self, env):
         route, slot = env[self.route], self.parts.width // self.top_k
         place = jnp.cumsum(route != 0, axis=1) - 1
@@ -277,5 +284,6 @@ class MixExperts(Op):
     def lower(self, b):
         weight = None if self.w is None else b.vector(self.w)
         parts = b.ref(self.parts)
-        b.step(self, "experts", "mix", writes=(parts[2:],), parts=parts, route=b.ref(self.route), y=b.write(self.y), top_k=self.top_k,
+        by_rows = b.place(self.parts).spread == "rows"
+        b.step(self, "experts", "mix_rows" if by_rows else "mix", writes=(parts[2:],), parts=parts, route=b.ref(self.route), y=b.write(self.y), top_k=self.top_k,
                slot=self.parts.width // self.top_k, width=self.y.width, norm=self.norm, weight=weight, scaled=self.scaled)

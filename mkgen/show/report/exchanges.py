@@ -54,12 +54,12 @@ def of_region(plan: Plan, region: Region, rows: int, runs: int) -> list[Exchange
         if isinstance(node, Step):
             writer.update((b, node.op) for b in node.writes)
         elif isinstance(node, Collective):
-            key, sources = (node.kind, node.sources, node.targets), [writer[b] for b in named(node.sources) if b in writer]
+            key, sources = (node.told, node.sources, node.targets), [writer[b] for b in named(node.sources) if b in writer]
             if node.part == "finish":    # what it brings is still the value of the ops that it came from
                 writer.update((b, op) for b, op in zip(named(node.targets), sources))
             elif node.round == 0:
                 going[key] = len(out)
-                out.append(Exchange(region.name, tuple(dict.fromkeys(sources)), node.kind, (one_phase(plan, node, rows),), runs))
+                out.append(Exchange(region.name, tuple(dict.fromkeys(sources)), node.told, (one_phase(plan, node, rows),), runs))
             else:
                 at = going[key]
                 out[at] = replace(out[at], phases=(*out[at].phases, one_phase(plan, node, rows)))
