@@ -136,7 +136,7 @@ class Exchanges:
         back = prod(self.groups.get(name, (1, 1))[0] for name in n.path) if n.kind == "gather" else 1
         if not 0 <= n.beside < max(len(n.widths), 1) or (n.beside or n.over) and n.kind != "scatter":
             add("exchange", where, f"{n.beside} of {len(n.widths)} values of a {n.kind} go whole, over {n.over} ranks", "a scatter shares out one at least")
-        if n.rows and ((n.rounds, len(n.widths), n.over, n.beside) != (1, 1, 0, 0) or self.rows % self.ranks or n.kind == "reduce"):
+        if n.rows and ((n.rounds, len(n.widths), n.over, n.beside) != (1, 1, 0, 0) or self.rows % self.ranks or self.ranks.bit_count() != 1 or n.kind == "reduce"):
             add("exchange", where, f"{n.kind} of {self.rows} rows in {n.rounds} rounds, {len(n.widths)} values", f"rows that {self.ranks} ranks divide, "
                 "of one value, go in one round")
         for i, (source, target, width) in enumerate(zip(n.sources, n.targets, n.widths)):

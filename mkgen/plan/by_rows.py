@@ -1,8 +1,9 @@
 """Rows shared out over the ranks: of a sum each rank gets its rows, whole, instead of its columns of all rows.
 
-An op that takes each row alone (`Op.by_rows`) then runs for a rank's own rows only, and what it makes is gathered by rows. A row
-travels, and lies, as `ranks` equal runs of its columns, run k of the rank's row i in row ranks * i + k: so a message and a buffer are
-as large as for columns. That asks for rows that the ranks divide, in every row variant. All ranks take part, in one round.
+An op that takes each row alone (`Op.by_rows`) then runs for a rank's own rows only, and what it makes is gathered by rows. Rank r
+has rows ranks * i + r. A row travels, and lies, as `ranks` equal runs of its columns, run k of that one in row ranks * i + k: so a
+message and a buffer are as large as for columns, and to cut rows and to put them together are one and the same swap. That asks for
+a number of ranks that is a power of two and divides the rows of every variant. All ranks take part, in one round.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mkgen.spec.model import Build
 
 def shareable(sub: SubLayer, build: Build) -> list[str]:
     """Values of a sub-layer that can be shared out by rows, should they be sums over the ranks."""
-    divided = build.ranks > 1 and all(rows % build.ranks == 0 for rows in build.rows)
+    divided = build.ranks.bit_count() == 1 < build.ranks and all(rows % build.ranks == 0 for rows in build.rows)
     return [v.name for op in sub.ops if divided and op.by_rows(build.ranks) for v in op.inputs()]
 
 
@@ -37,8 +38,8 @@ class ByRows:
         if way != ROWS or ROWS in known:
             return way
         if name in self.build.reduce:
-            raise MkgenError(f"build.reduce: {name} can not be shared out by rows\n  why: {self.ranks} ranks have to divide the rows of every variant, "
-                             f"{', '.join(map(str, self.build.rows))}, and what comes behind the sum has to take each row alone\n  fix: auto, or other build.rows")
+            raise MkgenError(f"build.reduce: {name} can not be shared out by rows\n  why: the ranks, {self.ranks}, have to be a power of two and divide the rows of "
+                             f"every variant, {', '.join(map(str, self.build.rows))}; and what comes behind the sum has to take each row alone\n  fix: auto, or other build.rows")
         return "auto"
 
     def row_run(self, kind: str, v: Value) -> Run:
