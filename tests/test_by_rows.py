@@ -16,6 +16,7 @@ from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Collective, Seq, Step, walk
+from mkgen.prove.compile import compile_spec
 from mkgen.prove.coverage import pieces
 from mkgen.prove.mini import mini_spec
 from mkgen.prove.trace_code import check_code
@@ -49,14 +50,23 @@ def by_rows(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(n.kind, n.part, n.sources) for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Collective) and n.rows]
 
 
+KERNELS = {
+    "a row to each rank, a part a run": lambda: normed(wire="bf16", reduce={"f.parts": "rows"}),
+    "one row or two": lambda: normed(rows=(4, 8), activations="f32", reduce={"rest": "rows"}),
+    "four rows, two parts a run": lambda: normed(2, (8,), AFTER, reduce={"f.parts": "rows"}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("made", [
-    lambda: normed(wire="bf16", reduce={"f.parts": "rows"}),                               # a row to each rank, a part a run
-    lambda: normed(rows=(4, 8), activations="f32", reduce={"rest": "rows"}),               # one, or two
-    lambda: normed(2, (8,), AFTER, reduce={"f.parts": "rows"}),                            # four rows, two parts a run
-], ids=["one", "two", "four"])
-def test_the_kernel_is_right(made):
-    prove_kernel(made())
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_is_right(name):
+    prove_kernel(KERNELS[name]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_chips_compiler_takes_it(name):
+    assert {r.verdict for r in compile_spec(planned(KERNELS[name]()))} == {"pass"}
 
 
 def test_eight_rows_are_shared_out_and_one_is_not():
