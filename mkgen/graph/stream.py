@@ -24,7 +24,7 @@ class Stream:
         planes = -(-model.layers // model.residual.block) if self.mixes else 0
         self.snapshots = Value("snapshots", hidden, dtype, carried=True, planes=planes) if self.mixes else None
         self.past = Value("past", hidden, "f32", carried=True)
-        self.softmax = Value("past_softmax", 256, "f32", carried=True)
+        self.sums = Value("past_sums", 3 * 128, "f32", carried=True)
         self.normed = Value("normed", hidden, carried=True)                    # parallel: the input of both branches,
         self.branch = Value("branch", hidden, "f32", carried=True, partial=True)     # and what the mixer made of it
 
@@ -34,25 +34,25 @@ class Stream:
     def vector(self, role: str, dtype: str = "bf16") -> Weight:
         return Weight(role, (self.model.hidden,), (role,), "vector", dtype)
 
-    def mixture(self, where: str, y: Value) -> BlockMixture:
-        w = Weight(f"residual.{where}", (self.model.hidden,), (f"residual.{where}_norm", f"residual.{where}_proj"), "product", "f32")
-        return BlockMixture(f"{where}_mixture", self.x, self.past, self.softmax, y, w, self.residual.eps)
-
     def weigh(self, name: str, *facts: str) -> list[WeighPast]:
         """What every sub-layer does for the mixture of the next one."""
-        return [WeighPast(f"{name}.past", self.x, self.snapshots, self.past, self.softmax, self.residual.eps, *facts)] if self.mixes else []
+        return [WeighPast(f"{name}.past", self.x, self.snapshots, self.past, self.sums, self.residual.eps, *facts)] if self.mixes else []
 
     def read(self, name: str, where: str, role: str, n: Norm | None) -> tuple[list[Op], Value]:
         """The input of a sub-layer: the stream (or its mixture), normed by n if there is one, as bf16."""
-        ops, x = [], self.x
         if self.mixes:
-            x = self.value(f"{name}.mix")
-            ops.append(self.mixture(where, x))
+            w = Weight(f"residual.{where}", (self.model.hidden,), (f"residual.{where}_norm", f"residual.{where}_proj"), "product", "f32")
+            mixture = BlockMixture(f"{where}_mixture", self.x, self.past, self.sums, self.value(f"{name}.mix"), w, self.residual.eps)
+            if n is not None and (n.kind, n.weight, n.bias) == ("rms", "after", False):
+                h = self.value(f"{name}.h")
+                return [replace(mixture, y=h, norm=n, gain=self.vector(role))], h
+            ops, x = [mixture], mixture.y
+        else:
+            ops, x = [], self.x
         if n is None and x.dtype == "bf16":
             return ops, x
         h = self.normed if self.parallel and where == "mixer" else self.value(f"{name}.h")
-        ops.append(Round(f"{name}.round", x, h) if n is None else norm(f"{name}.norm", x, h, n, role))
-        return ops, h
+        return [*ops, Round(f"{name}.round", x, h) if n is None else norm(f"{name}.norm", x, h, n, role)], h
 
     def sublayer(self, name: str, role: str, kinds: dict, kind, spec: Spec) -> SubLayer:
         first = None if "pre" not in self.residual.norms else self.model.norm

@@ -10,7 +10,7 @@ from mkgen.plan.regions import Buffer
 from mkgen.plan.shard import apart, local_units, sharers
 
 CARRIED = {"running": "the residual stream", "snapshots": "snapshots of the residual stream",
-           "past": "snapshots, weighed for the next mixture", "past_softmax": "their largest score | sum of weights",
+           "past": "snapshots, weighed for the next mixture", "past_sums": "their highest score | sum of weights | of squares",
            "normed": "what both branches of a layer read", "branch": "what a layer's mixer made, one rank's term"}
 
 

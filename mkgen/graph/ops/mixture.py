@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mkgen.graph.ir import Cost, Op, Value, Weight
+from mkgen.spec.parts import Norm
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class WeighPast(Op):
     running: Value
     snapshots: Value
     past: Value                          # sum_i exp(s_i - max s) v_i over the live snapshots
-    softmax: Value                       # max s on the first half of its lanes, sum_i exp(s_i - max s) on the second
+    sums: Value                          # on 128 lanes each: max s, sum_i exp(s_i - max s), sum of the squares of past
     eps: float
     live: str | None = None
     opens: str | None = None
@@ -44,47 +45,54 @@ class WeighPast(Op):
         env.put(self.past, env[self.snapshots][:env.fact(self.live) if self.live else 0])
 
     def lower(self, b):
-        running, snapshots, past, softmax = (b.place(v).buffer for v in (self.running, self.snapshots, self.past, self.softmax))
+        running, snapshots, past, sums = (b.place(v).buffer for v in (self.running, self.snapshots, self.past, self.sums))
         if self.opens is not None:
             b.step(self, "mixture", "open_block", reads=(running, snapshots), writes=(running, snapshots))
-        b.step(self, "mixture", "weigh_past", reads=(snapshots,), writes=(past, softmax), w=b.ahead(self.past.width), eps=self.eps,
+        b.step(self, "mixture", "weigh_past", reads=(snapshots,), writes=(past, sums), w=b.ahead(self.past.width), eps=self.eps,
                live=b.fact(self.live) if self.live else "0")
 
 
 @dataclass(frozen=True)
 class BlockMixture(Op):
-    """s_i = (sum_c v_i[c] w[c]) * rsqrt(mean_c v_i[c]^2 + eps) over the live snapshots and the running sum; y = r(sum_i softmax(s)_i v_i).
+    """s_i = (sum_c v_i[c] w[c]) * rsqrt(mean_c v_i[c]^2 + eps) over the live snapshots and the running sum; y = r(n(sum_i softmax(s)_i v_i)).
 
-    The snapshots' part is `past`, which the sub-layer before has made."""
+    The snapshots' part is `past`, which the sub-layer before has made. n is an RMS norm with its weight behind it, or nothing. The mean
+    square of a past + b v comes from the sums of past^2, past v and v^2: if all but a part p of them cancels, it is known to 1e-7 / p."""
     running: Value
     past: Value
-    softmax: Value
+    sums: Value
     y: Value
     w: Weight
     eps: float
+    norm: Norm | None = None
+    gain: Weight | None = None
     kind = "block_mixture"
     rounds = "y"
 
     def inputs(self):
-        return (self.running, self.past, self.softmax)
+        return (self.running, self.past, self.sums)
 
     def outputs(self):
         return (self.y,)
 
     def weights(self):
-        return (self.w,)
+        return (self.w,) if self.gain is None else (self.w, self.gain)
 
     def cost(self):
-        return Cost(flops=8 * self.y.width)
+        return Cost(flops=12 * self.y.width)
 
     def meaning(self, env):
         v = jnp.concatenate([env[self.past], env[self.running][None]])        # [live + 1, R, D]
         score = jnp.sum(v * env.w(self.w), -1) * jax.lax.rsqrt(jnp.mean(v * v, -1) + self.eps)
-        env.put(self.y, jnp.sum(jax.nn.softmax(score, axis=0)[..., None] * v, axis=0))
+        y = jnp.sum(jax.nn.softmax(score, axis=0)[..., None] * v, axis=0)
+        if self.norm is not None:
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.norm.eps) * (self.norm.offset + env.w(self.gain))
+        env.put(self.y, y)
 
     def lower(self, b):
+        b.together(*((w,) for w in self.weights()))
         at, w = b.vector_at(self.w)
         if at:
             raise ValueError(f"{self.name}: w lies at row {at}; the sub-layer before looks for it at the beginning of a chunk")
         b.step(self, "mixture", "block_mixture", reads=tuple(b.place(v).buffer for v in self.inputs()), y=b.write(self.y),
-               w=f"tape_rows(m, g, 0, {w.rows})", eps=self.eps)
+               w=f"tape_rows(m, g, 0, {w.rows})", eps=self.eps, norm=self.norm, gain=self.gain and b.vector(self.gain))
