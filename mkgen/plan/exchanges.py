@@ -18,7 +18,7 @@ from mkgen.graph.ir import Op, Value
 from mkgen.plan.by_rows import ByRows
 from mkgen.plan.exchange import BESIDE, ROWS, Exchange, Run, rounds
 from mkgen.plan.memory import ROWS_PADDED, Place
-from mkgen.plan.regions import Collective, Seq, Step, walk
+from mkgen.plan.regions import Advance, Collective, Loop, Node, Seq, Start, Step, walk
 from mkgen.plan.shard import round_up, unit_range
 from mkgen.plan.tape import LANES
 from mkgen.targets.exchange import phase_seconds
@@ -210,7 +210,10 @@ class Exchanges(ByRows):
             self.memory.need_inbox(name, words, outbox=kind == "scatter" and self.mesh.groups[name][1] < (over or self.ranks))
             for part in ("start", "finish"):
                 nodes.append(Collective(kind, part, name, factors, sources, targets, widths, size - 1, words, i, path, wire, over, beside, rows))
-        self.nodes[-1].append(nodes[0])
+        here = self.nodes[-1]
+        at = next((at for at in range(len(here), 0, -1) if not refills(here[at - 1])), 0)
+        here.insert(at, nodes[0])
+        self.ends = {op: end + (end > at) for op, end in self.ends.items()}
         return tuple(nodes[1:])
 
     def value(self, name: str) -> Value:
@@ -310,3 +313,8 @@ class Exchanges(ByRows):
                 joins = out and sum(out[-1]) == at
                 out[-1:] = [(out[-1][0], out[-1][1] + n)] if joins else [*out[-1:], (at, n)]
         return out
+
+
+def refills(n: Node) -> bool:
+    """Does the node start copies of the tape and nothing else? The messages of an exchange leave in front of them."""
+    return isinstance(n, Advance) or isinstance(n, Start) and n.transfer == "tape_copy" or isinstance(n, Loop) and all(map(refills, n.body))
