@@ -42,7 +42,7 @@ PLAN = {
     "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
     "ring_depth": 14,
     "padding_fraction": 0.005934,  # beyond the true bytes of a step, at 1 rows
-    "vmem_bytes": {1: 50396160, 8: 52940800},  # by rows
+    "vmem_bytes": {1: 50170880, 8: 52715520},  # by rows
     "bytes_per_core": {1: 49095786496, 8: 50071552000},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]

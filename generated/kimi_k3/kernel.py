@@ -77,9 +77,14 @@ def line(w, n):
     rows = -(-n // LANES)
     return jnp.concatenate(jnp.split(w[:rows], rows), axis=1)[:, :n]
 
+def sum_lanes(x):
+    """[8, n] -> [8, 1]: blocks of 128 lanes are added up first, as four sums side by side."""
+    blocks = heads_of(pad_lanes(x, -(-x.shape[1] // LANES) * LANES), LANES)
+    return jnp.sum(sum(sum(blocks[i::4]) for i in range(4)), axis=1, keepdims=True)
+
 def rms_norm(x, w, eps):
     """x * rsqrt(mean(x^2) + eps) * w; x [8, n] f32, w in rows of 128 lanes."""
-    return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps) * line(w, x.shape[1])
+    return x * lax.rsqrt(sum_lanes(x * x) / x.shape[1] + eps) * line(w, x.shape[1])
 
 def heads_of(x, head_dim):
     return jnp.split(x, list(range(head_dim, x.shape[1], head_dim)), axis=1)
@@ -98,14 +103,6 @@ def per_head(x, head_dim):
 def situ(x, beta):
     return beta * jnp.tanh(x / beta) * jax.nn.sigmoid(x)
 
-def fold_lanes(x):
-    """[8, n] -> [8, 128]: the sum of its blocks of 128 lanes, four sums at a time."""
-    return sum(heads_of(sum(heads_of(x, 4 * LANES)), LANES))
-
-def across(x, width):
-    """[8, 128] -> [8, width]: the same lanes again and again."""
-    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
-
 def open_block(m, layer):
     """Where the layer opens a block, the running sum is kept as a snapshot and begins anew."""
     @pl.when(m.facts[layer * FACTS + OPENS_BLOCK] == 1)
@@ -115,35 +112,43 @@ def open_block(m, layer):
 
 def take_term(m, g, v, eps):
     """One more term v [8, n] of a softmax mixture, scored (sum v w) rsqrt(mean v^2 + eps); w begins
-    chunk g. [8, 128] each: highest score, sum of weights, and what past and v are weighed with."""
-    width = v.shape[1]
+    chunk g -> highest score, sum of weights, those of past and of v, each [8, 128]; sum of v^2."""
+    width, squares = v.shape[1], sum_lanes(v * v)
     w = line(bitcast(tape_rows(m, g, 0, -(-width // LANES)), f32), width)
-    weighed, squares = (jnp.sum(fold_lanes(x), axis=1, keepdims=True) for x in (v * w, v * v))
-    score = weighed * lax.rsqrt(squares / width + eps)
-    top, total = jnp.split(m.past_softmax[...], 2, axis=1)
+    score = sum_lanes(v * w) * lax.rsqrt(squares / width + eps)
+    top, total, _ = jnp.split(m.past_sums[...], 3, axis=1)
     highest = jnp.maximum(top, score)
     past, now = jnp.exp(top - highest), jnp.exp(score - highest)
-    return highest, past * total + now, past, now
+    return highest, past * total + now, past, now, squares
+
+def weighed(m, v, past, now):
+    """past * m.past + now * v; weights on 128 lanes."""
+    pairs = ((a, b, a.shape[1]) for a, b in zip(heads_of(m.past[...], LANES), heads_of(v, LANES)))
+    return jnp.concatenate([a * past[:, :n] + b * now[:, :n] for a, b, n in pairs], axis=1)
 
 def weigh_past(m, g, live, eps):
-    """The next mixture but for its newest term: of the first `live` snapshots (no other is
-    written) past = the sum of exp(score - highest) v, past_softmax = highest | sum of weights."""
+    """The next mixture but for its newest term: past = sum of exp(score - highest) v over the first
+    `live` snapshots (no other is written); past_sums = highest | sum of weights | of past^2."""
     m.past[...] = jnp.zeros_like(m.past)
-    m.past_softmax[:, :LANES] = jnp.full((ROWS_PADDED, LANES), -jnp.inf)
-    m.past_softmax[:, LANES:] = jnp.zeros((ROWS_PADDED, LANES), f32)
+    m.past_sums[...] = jnp.full(m.past_sums.shape, -1e30)  # sums that weigh nothing
     def one(p, _):
         v = m.snapshots[p].astype(f32)
-        *softmax, past, now = take_term(m, g, v, eps)
-        m.past_softmax[...] = jnp.concatenate(softmax, axis=1)
-        m.past[...] = m.past[...] * across(past, v.shape[1]) + v * across(now, v.shape[1])
+        highest, total, past, now, _ = take_term(m, g, v, eps)
+        m.past_sums[:, : 2 * LANES] = jnp.concatenate([highest, total], axis=1)
+        m.past[...] = weighed(m, v, past, now)
     lax.fori_loop(0, live, one, None)
+    squares = sum_lanes(m.past[...] * m.past[...])
+    m.past_sums[:, 2 * LANES :] = jnp.broadcast_to(squares, (ROWS_PADDED, LANES))
 
-def block_mixture(m, y, g, eps):
-    """y = softmax mixture of the snapshots, as `weigh_past` left them, and the running sum."""
-    v = m.running[...].astype(f32)
-    _, total, past, now = take_term(m, g, v, eps)
-    past, now = (across(x / total, v.shape[1]) for x in (past, now))
-    y[...] = m.past[...] * past + v * now
+def mixture_norm(m, g, gain, eps, norm_eps):
+    """RMS norm of the softmax mixture of the snapshots, as `weigh_past` left them, and the running
+    sum; its mean square follows from its terms, whose sums along the lanes come all at once."""
+    v, width = m.running[...].astype(f32), m.running.shape[1]
+    crossed = sum_lanes(m.past[...] * v)
+    _, total, past, now, squares = take_term(m, g, v, eps)
+    square = past * past * m.past_sums[:, 2 * LANES :] + now * (2 * past * crossed + now * squares)
+    scale = lax.rsqrt(jnp.maximum(square / width, 0.0) + norm_eps * total * total)
+    return weighed(m, v, past * scale, now * scale) * line(gain, width)
 
 # ---- rows, tokens --------------------------------------------------------------------------------
 
@@ -785,9 +790,7 @@ def kda_mixer(m, layer, index, g):
     window_read(m, index).start()
     each_active_row(m, lambda row: matrix_read(m, index, row).start())
     # -- mixer_mixture: residual.mixer 0, mixer.norm 56, f_a 88, f_b 3672
-    block_mixture(m, m.mix, g, 1e-05)
-    # -- kda.norm
-    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
+    m.h[...] = mixture_norm(m, g, vector(m, g, 56, 32, bf16), 1e-05, 1e-05)
     # -- kda.f_a
     m.f_a_y[...] = dot(m.h[...], panels(m, g, 88, 7168, 128))
     # -- kda.f_b
@@ -861,16 +864,14 @@ def mla_mixer(m, layer, index, g):
     first_cache_tile_copy = jnp.minimum(m.kv_count[0], KV_SLOTS)
     lax.fori_loop(0, first_cache_tile_copy, lambda i, _: cache_tile_copy(m, index, i).start(), None)
     # -- mixer_mixture: residual.mixer 0, mixer.norm 56, kv_a 88, q_a 984
-    block_mixture(m, m.mix, g, 1e-05)
-    # -- mla.norm
-    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
+    m.h[...] = mixture_norm(m, g, vector(m, g, 56, 32, bf16), 1e-05, 1e-05)
     # -- mla.kv_a
     m.kv_a_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
     # -- mla.q_a
     m.q_a_y[...] = dot_t(m.h[...], columns(m, g, 984, 7168, 48))
+    gather_start(m, (ALL,), m.kv_a_y[:, 0:18], m.q_a_y[...])
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    gather_start(m, (ALL,), m.kv_a_y[:, 0:18], m.q_a_y[...])
     # -- mla.g
     def mla_g_block(i, g):
         w = panels(m, g, 0, 7168, 128)
@@ -938,9 +939,7 @@ def mla_mixer(m, layer, index, g):
 def dense_ffn(m, layer, index, g):
     """Gated MLP."""
     # -- ffn_mixture: residual.ffn 0, ffn.norm 56
-    block_mixture(m, m.mix, g, 1e-05)
-    # -- dense.norm
-    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
+    m.h[...] = mixture_norm(m, g, vector(m, g, 56, 32, bf16), 1e-05, 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- dense.gate_up
@@ -971,17 +970,15 @@ def dense_ffn(m, layer, index, g):
 def moe_ffn(m, layer, index, g):
     """Routed experts of a latent of 3584, each distinct one fetched once; shared experts."""
     # -- ffn_mixture: residual.ffn 0, ffn.norm 56, router 88
-    block_mixture(m, m.mix, g, 1e-05)
-    # -- moe.norm
-    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
+    m.h[...] = mixture_norm(m, g, vector(m, g, 56, 32, bf16), 1e-05, 1e-05)
     # -- moe.router
     m.router_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
     g = next_chunk(m, g)  # latent_down 0
     # -- moe.latent_down
     m.latent_down_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 112))
+    gather_start(m, (ALL,), m.router_y[:, 0:28], m.latent_down_y[...])
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    gather_start(m, (ALL,), m.router_y[:, 0:28], m.latent_down_y[...])
     # -- moe.shared_gate_up
     def moe_shared_gate_up_block(i, g):
         w = panels(m, g, 0, 7168, 128)
@@ -1024,8 +1021,8 @@ def moe_ffn(m, layer, index, g):
         pl.when(due)(lambda: expert_copy(m, index, i + EXPERTS_AHEAD).start())
         run_expert(m, i, m.route, m.routed)
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
-    tape_copy(m, g + RING_DEPTH - 1).start()
     scatter_start(m, (ALL,), m.shared_down_y[...], m.routed[...])
+    tape_copy(m, g + RING_DEPTH - 1).start()
     scatter_finish(m, (ALL,), (224, m.shared_out_run), (112, m.routed_run))
     gather_start(m, (ALL,), m.routed_run[...])
     gather_finish(m, (ALL,), (112, m.routed))
@@ -1036,10 +1033,8 @@ def moe_ffn(m, layer, index, g):
     m.latent_up_y[...] = dot_t(m.routed_norm[...], columns(m, g, 32, 3584, 224))
     # -- moe.sum
     m.out[...] = m.latent_up_y[...] + m.shared_out_run[...]
-    tape_copy(m, g + RING_DEPTH).start()
-    g += 1
     gather_start(m, (ALL,), m.out[...])
-    tape_copy(m, g).wait()  # the next sub-layer's
+    g = next_chunk(m, g)  # the next sub-layer's
     # -- moe.past
     weigh_past(m, g, m.facts[layer * FACTS + SNAPSHOTS], 1e-05)
     gather_finish(m, (ALL,), (224, m.out_whole))
@@ -1050,9 +1045,7 @@ def moe_ffn(m, layer, index, g):
 def end(m, g):
     """Final norm, logits of this rank's vocabulary, greedy token."""
     # -- out_mixture: residual.out 0, norm 56
-    block_mixture(m, m.mix, g, 1e-05)
-    # -- end.norm
-    m.h[...] = rms_norm(m.mix[...], vector(m, g, 56, 32, bf16), 1e-05)
+    m.h[...] = mixture_norm(m, g, vector(m, g, 56, 32, bf16), 1e-05, 1e-05)
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- head
@@ -1132,9 +1125,8 @@ def places(rows):
         "running": vmem((8, 7168), f32),  # the residual stream
         "snapshots": vmem((8, 8, 7168), f32),  # snapshots of the residual stream
         "past": vmem((8, 7168), f32),  # snapshots, weighed for the next mixture
-        "past_softmax": vmem((8, 256), f32),  # their largest score | sum of weights
-        "mix": vmem((8, 7168), f32),  # block mixture
-        "h": vmem((8, 7168), f32),  # rms norm
+        "past_sums": vmem((8, 384), f32),  # their highest score | sum of weights | of squares
+        "h": vmem((8, 7168), f32),  # block mixture
         "f_a_y": vmem((8, 128), f32),  # f_a, not rounded
         "f_b_y": vmem((8, 384), f32),  # z, not rounded
         "b_y": vmem((8, 16), f32),  # b, not rounded

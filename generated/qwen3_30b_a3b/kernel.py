@@ -66,9 +66,14 @@ def line(w, n):
     rows = -(-n // LANES)
     return jnp.concatenate(jnp.split(w[:rows], rows), axis=1)[:, :n]
 
+def sum_lanes(x):
+    """[8, n] -> [8, 1]: blocks of 128 lanes are added up first, as four sums side by side."""
+    blocks = heads_of(pad_lanes(x, -(-x.shape[1] // LANES) * LANES), LANES)
+    return jnp.sum(sum(sum(blocks[i::4]) for i in range(4)), axis=1, keepdims=True)
+
 def rms_norm(x, w, eps):
     """x * rsqrt(mean(x^2) + eps) * w; x [8, n] f32, w in rows of 128 lanes."""
-    return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps) * line(w, x.shape[1])
+    return x * lax.rsqrt(sum_lanes(x * x) / x.shape[1] + eps) * line(w, x.shape[1])
 
 def heads_of(x, head_dim):
     return jnp.split(x, list(range(head_dim, x.shape[1], head_dim)), axis=1)
@@ -690,9 +695,9 @@ def attention_mixer(m, layer, index, g):
     tape_copy(m, g).wait()  # o 0
     # -- attention.o
     m.o_y[...] = dot(m.attended[...], panels(m, g, 0, 512, 2048))
+    reduce_start(m, (CORE, CHIP), m.o_y[...])
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
-    reduce_start(m, (CORE, CHIP), m.o_y[...])
     reduce_finish(m, (CORE, CHIP), (2048, m.o_y))
     # -- attention.add
     m.running[...] = (m.running[...].astype(f32) + round_bf16(m.o_y[...])).astype(bf16)
@@ -733,8 +738,8 @@ def moe_ffn(m, layer, index, g):
         pl.when(due)(lambda: expert_copy(m, index, i + EXPERTS_AHEAD).start())
         run_expert(m, i, m.route, m.routed)
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
-    tape_copy(m, g + RING_DEPTH - 1).start()
     reduce_start(m, (CORE, CHIP), m.routed[...])
+    tape_copy(m, g + RING_DEPTH - 1).start()
 
     # the next layer's first tiles
     def first_cache_tile_copy(i, _):
