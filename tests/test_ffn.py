@@ -122,7 +122,40 @@ def test_ties_go_to_the_lowest_id(kernel, width, top_k, values):
     want, _ = largest(jnp.asarray(keys), top_k)
     order = np.argsort(-keys, axis=1, kind="stable")[:, :top_k]
     assert all(set(np.flatnonzero(row)) == set(ids) for row, ids in zip(np.asarray(want), order))
-    assert np.array_equal(kernel.top_k_lanes(jnp.asarray(keys), top_k), want)
+    assert np.array_equal(kernel.top_k_lanes(jnp.asarray(keys), kernel.kth_largest(jnp.asarray(keys), top_k), top_k), want)
+
+
+@pytest.fixture(scope="module")
+def whole_kernel():
+    """Of a rank that has a part of every expert."""
+    return load_kernel(make_plan(made := SPECS["clamped"](), build_graph(made), load_target("tpu7x")))
+
+
+@pytest.mark.parametrize("width,top_k", [(200, 7), (60, 8), (128, 1), (16, 16)])
+@pytest.mark.parametrize("values", [3, 2**20])
+@pytest.mark.parametrize("active", [[0], [2, 5], range(8), []])
+def test_the_first_of_the_list_is_known_before_the_others(whole_kernel, monkeypatch, width, top_k, values, active):
+    """Whatever is tied, and where an active row's keys are NaN, in part or all: what is fetched heads the list."""
+    k, rng = whole_kernel, np.random.default_rng(width)
+    monkeypatch.setattr(k, "first_expert", lambda local: 0)
+    keys = rng.integers(-2, values - 2, (8, width)).astype(np.float32)
+    for broken in ([], [(2, slice(0, None, 3))], [(5, slice(None))]):
+        for row, lanes in broken:
+            keys[row, lanes] = np.nan
+        column = np.full((8, 1), -1, np.int32)
+        column[list(active)] = 7
+        m = SimpleNamespace(position_column=jnp.asarray(column), expert_words=[0] * 20, expert_count=[0], expert_ids=[None] * width)
+        key = jnp.asarray(keys)
+        last = k.kth_largest(key, top_k)
+        first = int(k.first_chosen(m, key, last))
+        chosen = k.top_k_lanes(key, last, top_k) & (m.position_column >= 0)
+        k.want_experts(m, chosen | (jnp.arange(width)[None] == first), width)
+        for i in range(int(m.expert_count[0])):
+            k.take_expert(m, i)
+        ids = [int(i) for i in m.expert_ids if i is not None]
+        assert ids[:1] == ([first] if first < width else []), "started is what is waited for first, or nothing"
+        if not broken:
+            assert ids == [e for e in range(width) if np.asarray(chosen)[:, e].any()] and bool(ids) == bool(active)
 
 
 @pytest.mark.parametrize("first,local,count", [(0, 40, 0), (56, 40, 5), (300, 292, 8 * 16), (500, 31, 60), (504, 96, 8)])

@@ -13,6 +13,7 @@ from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Collective, Loop, Start, Step, Wait, walk
+from mkgen.prove.trace_code import check_code
 from mkgen.spec.model import Gqa, Mlp, Moe, Rope, Spec
 from mkgen.targets import load_target
 
@@ -84,6 +85,30 @@ def test_others_are_fetched_when_some_time_has_passed(shared):
     order = [at["first_experts"], at["more"], finish, at["routed_expert"]]
     assert order == sorted(order) if shared else [order[0], order[2], order[1], order[3]] == sorted(order)
     assert not list(check_plan(plan))
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_the_first_is_fetched_while_the_others_are_chosen(parallel):
+    """Where each rank has a part of every expert: then it is one of its own for certain."""
+    plan = planned(mixture(2, expert_parallel=parallel, tensor_parallel=2 // parallel, expert_slots=4))
+    nodes = list(walk(plan.regions["m"].body))
+    copies = [i for i, n in enumerate(nodes) if isinstance(n, Start) and n.transfer == "expert_copy"]
+    route = next(i for i, n in enumerate(nodes) if isinstance(n, Step) and n.macro == "route")
+    assert (copies[0] < route) == (parallel == 1) and not list(check_plan(plan)) and not check_code(plan).findings
+
+
+@pytest.mark.parametrize("damage", ["not started", "started twice", "whether there is one or not", "the second in its place"])
+def test_damage_to_the_first_is_found(damage):
+    plan = planned(mixture(expert_slots=4))
+    region = plan.regions["m"]
+    start = next(n for n in region.body.nodes if isinstance(n, Start) and n.transfer == "expert_copy")
+    loop = next(n for n in region.body.nodes if isinstance(n, Loop) and n.name == "first_experts")
+    hit, other = {"not started": (start, []), "whether there is one or not": (start, [replace(start, when=None)]),
+                  "started twice": (loop, [replace(loop, body=(loop.body[0], replace(loop.body[1], when=None)))]),
+                  "the second in its place": (start, [replace(start, args=("m", "index", "1"))])}[damage]
+    nodes = tuple(x for n in region.body.nodes for x in (other if n is hit else [n]))
+    damaged = replace(plan, regions={**plan.regions, "m": replace(region, body=replace(region.body, nodes=nodes))})
+    assert list(check_plan(damaged))
 
 
 def test_one_refill_less_is_found():

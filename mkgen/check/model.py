@@ -129,6 +129,10 @@ class Model:
         """Into how many copies an expert of this kind is cut."""
         return next(image.pieces for image in self.plan.experts if image.kind == kind)
 
+    def first(self, ids: list[int], kind: str) -> int:
+        """The first of the list of experts, before it is made; one that no rank has if it will be empty."""
+        return ids[0] if ids else next(image.local_experts for image in self.plan.experts if image.kind == kind)
+
     def wanted(self, scenario: Scenario, turn: int, kind: str) -> list[int]:
         """Local expert ids that the rank has to run in the turn-th layer that routes, one of `kind`."""
         count = scenario.experts[turn % len(scenario.experts)]

@@ -202,6 +202,9 @@ class AbstractRun:
 
     def fill_tables(self, n: Step, scope: dict) -> None:
         """What routing and the list of experts leave in SMEM."""
+        if (n.template, n.macro) == ("experts", "first"):
+            ids = self.model.wanted(self.scenario, self.routed, self.region.name)
+            return self.m.expert_ids.put(0, self.model.first(ids, self.region.name))
         if "expert_count" in n.writes:
             self.ids = self.model.wanted(self.scenario, self.routed, self.region.name)
             self.routed += 1

@@ -116,8 +116,11 @@ class Machine:
 
     def made(self, table: str, at: int) -> None:
         """A table entry that comes out of arrays: how many experts the rank runs, and which."""
-        if table == "expert_count":
-            self.ids = self.model.wanted(self.scenario, self.routed, self.kinds[self.routed % len(self.kinds)])
+        kind = self.kinds[self.routed % len(self.kinds)] if self.kinds else ""
+        if (table, at) == ("expert_ids", 0):
+            self.put(table, at, self.model.first(self.model.wanted(self.scenario, self.routed, kind), kind))
+        elif table == "expert_count":
+            self.ids = self.model.wanted(self.scenario, self.routed, kind)
             self.routed += 1
             self.tables["expert_ids"] = [None] * len(self.tables["expert_ids"])
             self.put(table, at, len(self.ids))

@@ -249,9 +249,10 @@ class Walk:
         self.out.append(Recorded(kind, op, (source.bytes, stream, writes), (n.transfer, semaphore.box)))
 
     def tables(self, n: Step) -> None:
-        """What routing leaves in SMEM: the list of experts."""
-        if "expert_count" in n.writes:
+        """What routing leaves in SMEM: the list of experts, at first its first."""
+        if {"expert_count", "expert_ids"} & {*n.writes}:
             ids = self.owner.model.wanted(self.scenario, 0, self.region.name)
+            self.m.expert_ids.put(0, self.owner.model.first(ids, self.region.name))
             self.m.expert_count.put(0, len(ids))
             for i, e in enumerate(ids):
                 self.m.expert_ids.put(i, e)

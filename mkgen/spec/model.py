@@ -124,6 +124,11 @@ class Build:
         return n
 
     @property
+    def first_in_route(self) -> bool:
+        """Is a layer's first expert fetched before the others are known? Only where it is certain to be one of each rank's own."""
+        return self.expert_parallel == 1
+
+    @property
     def first_experts(self) -> int:
         """Experts of a layer that are fetched at once, before others are: more would share the memory, and all come late."""
         return min(2, self.experts_ahead)

@@ -73,9 +73,14 @@ class Route(Op):
         route, image = b.write(self.route), b.memory.experts[b.sub.name]
         b.together(*((w,) for w in self.weights()))
         linear_bias, bias = (None if w is None else b.vector(w) for w in (self.linear_bias, self.bias))
+        formula = dict(logits=b.read(self.logits, "f32"), linear_bias=linear_bias, bias=bias, experts=self.experts, top_k=self.top_k,
+                       router=self.router)
+        local = f"LOCAL_EXPERTS{image.suffix.upper()}"
+        if b.build.first_in_route:       # the head of the list, started before the rest of it is known
+            b.step(self, "experts", "first", reads=("position_column",), writes=("expert_ids",), **formula)
+            b.start(f"expert_copy{image.suffix}", "m", "index", "0", when=f"m.expert_ids[0] < {local}")
         b.step(self, "experts", "route", reads=("position_column",), writes=(route.ref[2:], "expert_words", "expert_count"),
-               logits=b.read(self.logits, "f32"), linear_bias=linear_bias, bias=bias, route=route.ref, experts=self.experts,
-               top_k=self.top_k, router=self.router, local=f"LOCAL_EXPERTS{image.suffix.upper()}")
+               route=route.ref, local=local, known=b.build.first_in_route, **formula)
         b.close()
 
 
@@ -205,7 +210,7 @@ class RoutedExperts(Op):
         with b.after(chosen):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, FIRST_EXPERTS)", bound=first):
                 b.step(self, "experts", "take", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
-                b.start(copy, "m", "index", "i")
+                b.start(copy, "m", "index", "i", when="i > 0" if b.build.first_in_route else None)
         with b.before_finish(chosen):
             b.step(self, "experts", "take_rest", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
             if ahead > first:
