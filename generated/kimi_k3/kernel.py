@@ -613,9 +613,8 @@ def kth_largest(key, k):
         runs = [*runs[2:], merged(*runs[:2], most)]
     return runs[0][k - 1]
 
-def top_k_lanes(key, top_k):
-    """bool [8, n]: the top_k largest of each row of key, ties to the lowest lane."""
-    last = kth_largest(key, top_k)
+def top_k_lanes(key, last, top_k):
+    """bool [8, n]: each row's top_k largest, `last` the least of them; ties to the lowest lane."""
     above, tied = key > last, key == last
     need = top_k - jnp.sum(jnp.where(above, 1.0, 0.0), axis=1, keepdims=True)
     return above | (tied & (lower_lanes(tied) < need))
@@ -998,7 +997,8 @@ def moe_ffn(m, layer, index, g):
     # -- moe.route
     score = jax.nn.sigmoid(m.router_logits_whole[...])
     bias = line(vector(m, g, 0, 8), 896)
-    chosen = top_k_lanes(score + bias, 16) & (m.position_column[...] >= 0)
+    key = score + bias
+    chosen = top_k_lanes(key, kth_largest(key, 16), 16) & (m.position_column[...] >= 0)
     weight = jnp.where(chosen, score, 0.0)
     total = jnp.sum(weight, axis=1, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1.0)  # inactive rows: 0 / 1
