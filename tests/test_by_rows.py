@@ -12,6 +12,7 @@ from small_specs import prove_kernel, spec
 from mkgen.check import check_plan
 from mkgen.errors import MkgenError
 from mkgen.graph.build import build_graph
+from mkgen.plan.exchange import is_rows
 from mkgen.plan.layout import layout_hash
 from mkgen.plan.plan import Plan
 from mkgen.plan.planner import make_plan
@@ -51,8 +52,8 @@ def by_rows(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 KERNELS = {
-    "a row to each rank, a part a run": lambda: normed(wire="bf16", reduce={"f.parts": "rows"}),
-    "one row or two": lambda: normed(rows=(4, 8), activations="f32", reduce={"rest": "rows"}),
+    "a row to each rank, a part a run": lambda: normed(wire="bf16", reduce={"f.parts": "rows all"}),
+    "one row or two, by the core": lambda: normed(rows=(4, 8), wire="bf16", activations="f32", reduce={"rest": "rows core chip"}),
     "four rows, two parts a run": lambda: normed(2, (8,), AFTER, reduce={"f.parts": "rows"}),
 }
 
@@ -71,15 +72,16 @@ def test_the_chips_compiler_takes_it(name):
 
 def test_eight_rows_are_shared_out_and_one_is_not():
     """Where that is faster over what the module is for; a message is as large as one of columns."""
-    assert [k for k, *_ in by_rows(full(8))] == ["scatter"] * 2 + ["gather"] * 2 and dict(full(8).ways)["moe.parts"] == "rows"
+    assert [k for k, *_ in by_rows(full(8))] == ["scatter"] * 4 + ["gather"] * 2 and dict(full(8).ways)["moe.parts"] == "rows core chip"
     assert by_rows(full(1)) == by_rows(full(1, 8)) == by_rows(full(8, **{"moe.parts": "scatter"})) == []
     sizes = {way: [n.message_bytes(8) for n in walk(full(8, **{"moe.parts": way}).regions["moe"].body) if isinstance(n, Collective) and n.part == "start"]
-             for way in ("rows", "scatter")}
-    assert sizes["scatter"][1] == sizes["scatter"][2] == sizes["rows"][1] == 8 * sizes["rows"][2]
+             for way in ("rows all", "rows", "scatter")}
+    assert sizes["scatter"][1] == sizes["scatter"][2] == sizes["rows all"][1] == 8 * sizes["rows all"][2]
+    assert sizes["rows"][1:4] == [4 * sizes["rows all"][1], *sizes["rows all"][1:3]]
 
 
 def test_the_tape_does_not_depend_on_it():
-    assert len({layout_hash(planned(normed(reduce={"f.parts": way}))) for way in ("rows", "scatter", "flat")}) == 1
+    assert len({layout_hash(planned(normed(reduce={"f.parts": way}))) for way in ("rows", "rows core chip", "scatter", "flat")}) == 1
     assert layout_hash(full(8)) == layout_hash(full(1))
 
 
@@ -87,8 +89,13 @@ def test_the_tape_does_not_depend_on_it():
 def test_where_it_can_not_be(made):
     """Rows that the ranks do not divide; parts that do not lie in whole runs; a result that has no equal runs."""
     assert by_rows(planned(made)) == [] and by_rows(planned(replace(made, build=replace(made.build, reduce={"rest": "rows"})))) == []
-    with pytest.raises(MkgenError, match="f.parts can not be shared out by rows"):
+    with pytest.raises(MkgenError, match="f.parts can not be shared out by rows.*\n.*power of two"):
         planned(replace(made, build=replace(made.build, reduce={"f.parts": "rows"})))
+
+
+def test_a_way_that_leads_nowhere_is_refused():
+    with pytest.raises(MkgenError, match="'chip' does not lead to all 4 ranks\n  fix: one of rows all, rows core chip"):
+        planned(normed(reduce={"f.parts": "rows chip"}))
 
 
 def test_the_mini_of_it_does_so_too():
@@ -97,14 +104,14 @@ def test_the_mini_of_it_does_so_too():
     for whole_mesh in (False, True):
         mini = planned(mini_spec(made, whole_mesh))
         assert {kind for kind, *_ in by_rows(mini)} == {"scatter", "gather"}
-    assert {p for p in pieces(planned(made)) if "rows" in p} == {"scatter of rows of one value, 1 rounds, bf16", "gather of rows of one value, 1 rounds, bf16",
+    assert {p for p in pieces(planned(made)) if "rows" in p} == {"scatter of rows of one value, 2 rounds, bf16", "gather of rows of one value, 1 rounds, bf16",
                                                                  "experts.mix_rows"}
 
 
 def test_the_search_tries_it_where_it_may_be():
     tried = {d.name: d.values for d in ways_to_try(planned(normed()))}
-    assert "rows" in tried["reduce f.parts"] and not any("rows" in ways for name, ways in tried.items() if name != "reduce f.parts")
-    assert not any("rows" in d.values for d in ways_to_try(planned(normed(rows=(4, 6)))))
+    assert {name: ways[-2:] for name, ways in tried.items() if any(map(is_rows, ways))} == {"reduce f.parts": ("rows all", "rows core chip")}
+    assert not any(is_rows(way) for d in ways_to_try(planned(normed(rows=(4, 6)))) for way in d.values)
 
 
 # -- what is wrong with it is found ---------------------------------------------------------------------------------------
@@ -117,7 +124,7 @@ def changed(plan: Plan, change) -> Plan:
     return replace(plan, regions=plan.regions | {"f": replace(region, body=body)})
 
 
-def is_rows(n, kind: str) -> bool:
+def of_rows(n, kind: str) -> bool:
     return isinstance(n, Collective) and n.rows and n.kind == kind
 
 
@@ -126,15 +133,17 @@ def is_mix(n) -> bool:
 
 
 WRONG = {
-    "columns are shared out, rows taken": lambda n: (replace(n, rows=False),) if is_rows(n, "scatter") else (n,),
-    "rows are gathered as columns": lambda n: (replace(n, rows=False),) if is_rows(n, "gather") else (n,),
+    "columns are shared out, rows taken": lambda n: (replace(n, rows=False),) if of_rows(n, "scatter") else (n,),
+    "rows are gathered as columns": lambda n: (replace(n, rows=False),) if of_rows(n, "gather") else (n,),
     "columns are gathered as rows": lambda n: (replace(n, rows=True),) if isinstance(n, Collective) and n.kind == "gather" else (n,),
-    "rows are not gathered": lambda n: () if is_rows(n, "gather") else (n,),
-    "rows are not shared out": lambda n: () if is_rows(n, "scatter") else (n,),
+    "rows are not gathered": lambda n: () if of_rows(n, "gather") else (n,),
+    "rows are not shared out": lambda n: () if of_rows(n, "scatter") else (n,),
     "another rank's rows are mixed": lambda n: (replace(n, macro="mix"),) if is_mix(n) else (n,),
-    "runs of another width": lambda n: (replace(n, widths=(n.widths[0] - 128,)),) if is_rows(n, "scatter") else (n,),
-    "in two rounds": lambda n: (replace(n, path=("core", "chip"), stage="core"),) if is_rows(n, "gather") else (n,),
-    "what is mixed is shared out once more": lambda n: (n, *SHARED(n)) if is_rows(n, "gather") and n.part == "finish" else (n,),
+    "with its neighbour alone": lambda n: (replace(n, path=("core",)),) * (n.round == 0) if of_rows(n, "scatter") else (n,),
+    "runs of another width": lambda n: (replace(n, widths=(n.widths[0] - 128,)),) if of_rows(n, "scatter") else (n,),
+    "gathered in two rounds": lambda n: (replace(n, path=("core", "chip"), stage="core"),) if of_rows(n, "gather") else (n,),
+    "the outer group first": lambda n: (replace(n, path=n.path[::-1], stage=n.path[1 - n.round]),) if of_rows(n, "scatter") else (n,),
+    "what is mixed is shared out once more": lambda n: (n, *SHARED(n)) if of_rows(n, "gather") and n.part == "finish" else (n,),
 }
 
 
@@ -144,7 +153,7 @@ def SHARED(n: Collective) -> tuple[Collective, ...]:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_damage_is_found(wrong):
-    plan = planned(normed(reduce={"f.parts": "rows"}))
+    plan = planned(normed(reduce={"f.parts": "rows core chip"}))
     assert not list(check_plan(plan))
     assert list(check_plan(changed(plan, WRONG[wrong])))
 
@@ -156,13 +165,13 @@ def test_rows_that_the_ranks_do_not_divide_are_found():
 
 def test_no_damage_of_any_kind_is_accepted():
     """To anything but the mixer, which has nothing to do with it."""
-    plan = planned(normed(wire="bf16", reduce={"f.parts": "rows"}))
+    plan = planned(normed(wire="bf16", reduce={"f.parts": "rows core chip"}))
     made = [(name, damaged) for name, kind in damage.KINDS.items() for seed in range(4)
             if (damaged := kind(plan, random.Random(f"{seed} {name}"))) not in (None, plan) and damaged.regions["a"] == plan.regions["a"]]
     assert by_rows(plan) and len(made) > 60 and [name for name, damaged in made if not check_plan(damaged)] == []
 
 
 def test_the_code_does_what_the_plan_says():
-    plan = planned(normed(rows=(4, 8), wire="bf16", reduce={"f.parts": "rows"}))
+    plan = planned(normed(rows=(4, 8), wire="bf16", reduce={"f.parts": "rows core chip"}))
     done = check_code(plan)
     assert done.findings == [] and done.messages > 0

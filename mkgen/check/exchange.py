@@ -92,12 +92,12 @@ class Exchanges:
         self.open, self.over = True, n.stage
 
     def route(self, n: Collective, where: str) -> None:
-        """The groups of all rounds follow one another through the mesh, innermost first (a scatter's last first), up to all ranks."""
+        """The groups of all rounds follow one another through the mesh, innermost first (of a scatter of columns last first), up to all ranks."""
         at, over = 1, n.over or self.ranks
         inner = [name for name in n.path if self.groups.get(name, (1, 0))[1] < over]
         if n.kind == "scatter" and inner != list(n.path[:len(inner)]):
             self.report.add("exchange", where, f"scatter over {over} ranks goes by {', '.join(n.path)}", "groups of them add up what has been shared out")
-        for name in (*reversed(inner), *n.path[len(inner):]) if n.kind == "scatter" else n.path:
+        for name in (*reversed(inner), *n.path[len(inner):]) if n.kind == "scatter" and not n.rows else n.path:
             size, stride = self.groups.get(name, (1, 0))
             if stride != at:
                 self.report.add("exchange", where, f"{n.kind} goes by {', '.join(n.path)}", f"a group {at} apart is missing before {name}")
@@ -136,9 +136,9 @@ class Exchanges:
         back = prod(self.groups.get(name, (1, 1))[0] for name in n.path) if n.kind == "gather" else 1
         if not 0 <= n.beside < max(len(n.widths), 1) or (n.beside or n.over) and n.kind != "scatter":
             add("exchange", where, f"{n.beside} of {len(n.widths)} values of a {n.kind} go whole, over {n.over} ranks", "a scatter shares out one at least")
-        if n.rows and ((n.rounds, len(n.widths), n.over, n.beside) != (1, 1, 0, 0) or self.rows % self.ranks or self.ranks.bit_count() != 1 or n.kind == "reduce"):
+        if n.rows and ((len(n.widths), n.over, n.beside) != (1, 0, 0) or n.kind == "gather" and n.rounds > 1 or self.rows % self.ranks or self.ranks.bit_count() != 1 or n.kind == "reduce"):
             add("exchange", where, f"{n.kind} of {self.rows} rows in {n.rounds} rounds, {len(n.widths)} values", f"rows that {self.ranks} ranks divide, "
-                "of one value, go in one round")
+                "of one value, are shared out; they are gathered in one round")
         for i, (source, target, width) in enumerate(zip(n.sources, n.targets, n.widths)):
             shared = n.kind == "scatter" and i < len(n.widths) - n.beside
             out = (n.over or self.ranks) if shared else 1

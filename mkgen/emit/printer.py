@@ -11,7 +11,6 @@ from mkgen.plan.regions import Advance, Collective, Loop, Node, Seq, Start, Step
 
 INDENT = "    "
 ACTIVE = "m.positions[row] >= 0"
-BY_ROWS = ("scatter", "start"), ("gather", "finish")             # what cuts rows into runs, and what puts them together
 ARRIVAL = Wait("tape_copy", ("m", "g"))
 REFILL = Start("tape_copy", ("m", "g + RING_DEPTH"))
 
@@ -80,7 +79,7 @@ class Printer:
         args += ["wire=bf16"] if node.wire == "bf16" else []
         args += [f"beside={node.beside}"] if node.beside else []
         args += [f"then={stages(node.path[len(inner):])}"] if node.part == "finish" and node.over else []
-        name = f"{node.kind}_rows" if node.rows and (node.kind, node.part) in BY_ROWS else node.kind
+        name = f"{node.kind}_rows" if node.rows and (node.kind, node.part) != ("gather", "start") else node.kind
         return f"{INDENT * depth}{name}_{node.part}({', '.join(args)})"
 
     def node(self, node: Node, depth: int) -> list[str]:

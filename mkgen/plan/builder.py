@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mkgen.errors import MkgenError
 from mkgen.graph.ir import Op, SubLayer, Value
-from mkgen.plan.exchange import ROWS, Exchange
+from mkgen.plan.exchange import Exchange, is_rows
 from mkgen.plan.exchanges import Exchanges
 from mkgen.plan.memory import Memory
 from mkgen.plan.nodes import Nodes
@@ -72,7 +72,7 @@ class Builder(Values, Weights, Exchanges, Nodes):
             ops = [[x for x in p.order if isinstance(x, Op)] for p in tried]
             rows = [self.arrangement(columns, True) for columns in by_column]
             rows = [p for p, same in zip(rows, ops) if [x for x in p.order if isinstance(x, Op)] == same]
-            tried = rows if rows and any(self.asked(n, (ROWS,)) == ROWS for n in sums) else tried + rows
+            tried = rows if rows and any(is_rows(self.way(n)) for n in sums) else tried + rows
         return [p for i, p in enumerate(tried) if p.order not in [q.order for q in tried[:i]]]
 
     def arrangement(self, by_column: bool, by_row: bool) -> Arrangement:

@@ -9,6 +9,11 @@ BESIDE = "beside"                        # a sum that is needed whole, in the ro
 ROWS = "rows"                            # a spread: each rank has its rows, see by_rows.py; and the way of a sum that becomes so
 
 
+def is_rows(way: str) -> bool:
+    """Is it by rows: as fast as can be, or by the groups that are named behind it?"""
+    return way.partition(" ")[0] == ROWS
+
+
 @dataclass(frozen=True)
 class Exchange:
     """One exchange of one or several values of a sub-layer."""

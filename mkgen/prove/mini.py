@@ -14,7 +14,7 @@ from mkgen.graph.build import build_graph
 from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Weight
 from mkgen.graph.ops.gqa_attention import KvGroups
-from mkgen.plan.exchange import ROWS
+from mkgen.plan.exchange import is_rows
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Collective, walk
@@ -105,7 +105,7 @@ def _build(old: Build, whole_mesh: bool) -> Build:
         expert_parallel=ranks // tensor,
         tensor_parallel=tensor,
         block_kib=BLOCK_KIB[0],
-        rows=(ranks,) if ROWS in old.reduce.values() else tuple(sorted({1, min(max(old.rows), 4)})),
+        rows=(ranks,) if any(map(is_rows, old.reduce.values())) else tuple(sorted({1, min(max(old.rows), 4)})),
         context=TILES * TILE,
         kv_tile=TILE,
         ring_depth=min(old.ring_depth, 3),
@@ -373,7 +373,7 @@ def _moe(f: Moe, old: Build, new: Build) -> Moe:
     return replace(
         f,
         experts=experts,
-        top_k=min(f.top_k, new.ranks if ROWS in new.reduce.values() else 4, experts // router.groups * router.group_top_k),
+        top_k=min(f.top_k, new.ranks if any(map(is_rows, new.reduce.values())) else 4, experts // router.groups * router.group_top_k),
         router=router,
         activation=_activation(f.activation),
         shared_width=shared,

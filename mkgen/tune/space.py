@@ -139,7 +139,7 @@ def exchanges(plan: Plan) -> list[Dimension]:
     ways = ("auto", "scatter", *paths)
     all_alike = [choice("add", ("auto", "runs", "whole")), *(choice(key, ("auto", *paths)) for key in ("gather", "scatter"))]
     by_rows = {name for sub in plan.graph.sublayers() for name in shareable(sub, plan.spec.build)}
-    return all_alike + [summed(name, (*ways, ROWS) if name in by_rows else ways) for name in names]
+    return all_alike + [summed(name, (*ways, *(f"{ROWS} {path}" for path in paths)) if name in by_rows else ways) for name in names]
 
 
 def summed(name: str, ways: tuple[str, ...]) -> Dimension:
