@@ -25,15 +25,18 @@ def linear(name: str, a: Linear, h: Value, spec: Spec) -> Made:
     z = value("z" if a.decay.rank else "f", channels) if a.decay.kind != "constant" else None
     g = value("gate" if a.gate.rank else "g", a.value_dim) if a.gate else None
     b = value("b", 1) if a.write == "sigmoid" else None
-    ops: list[Op] = low_ranks(name, h, {"f": (a.decay.rank, z), "g": (a.gate.rank if a.gate else 0, g)})
+    ops, second = low_ranks(name, h, {"f": (a.decay.rank, z), "g": (a.gate.rank if a.gate else 0, g)})
 
     full = [x for x, rank in ((g, a.gate and a.gate.rank), (z, a.decay.rank)) if x is not None and not rank]
     narrow = [x for x in (b, *full) if x is not None and x is not g and x.width == a.heads]
     wide = [q, k, v, *(x for x in full if x not in narrow)]
-    for xs in filter(None, (narrow, wide)):
+    for xs, behind in (narrow, second), (wide, []):        # the second halves wait for the first ones: meanwhile what is narrow is made
+        if not xs:
+            ops += behind
+            continue
         label = "".join(x.name.removeprefix(f"{name}.") for x in xs)
         ws = tuple(columns(x.name, hidden, x.width, x.units, groups=groups) for x in xs)
-        ops.append(Product(f"{name}.{label}", h, tuple(xs), ws))
+        ops += [Product(f"{name}.{label}", h, tuple(xs), ws), *behind]
 
     if a.conv:
         ys = tuple(value(f"{x.name[-1]}_conv", x.width // x.units, x.units) for x in (q, k, v))
@@ -63,13 +66,13 @@ def linear(name: str, a: Linear, h: Value, spec: Spec) -> Made:
     return ops + last, y
 
 
-def low_ranks(name: str, h: Value, ends: dict[str, tuple[int, Value | None]]) -> list[Op]:
-    """Projections through a bottleneck, role -> (rank, result): the first halves in one product, then each second half."""
+def low_ranks(name: str, h: Value, ends: dict[str, tuple[int, Value | None]]) -> tuple[list[Op], list[Op]]:
+    """Projections through a bottleneck, role -> (rank, result): the first halves in one product; each second half."""
     used = {role: end for role, end in ends.items() if end[0]}
     if not used:
-        return []
+        return [], []
     inner = [Value(f"{name}.{role}_a", rank, units=rank) for role, (rank, _) in used.items()]
-    ops: list[Op] = [Product(f"{name}.{''.join(used)}_a", h, tuple(inner), tuple(columns(x.name, h.width, x.width) for x in inner))]
-    for x, (role, (rank, y)) in zip(inner, used.items()):
-        ops.append(Product(f"{name}.{role}_b", x, (y,), (columns(f"{name}.{role}_b", rank, y.width, y.units, groups=y.groups),)))
-    return ops
+    first: list[Op] = [Product(f"{name}.{''.join(used)}_a", h, tuple(inner), tuple(columns(x.name, h.width, x.width) for x in inner))]
+    second: list[Op] = [Product(f"{name}.{role}_b", x, (y,), (columns(f"{name}.{role}_b", rank, y.width, y.units, groups=y.groups),))
+                        for x, (role, (rank, y)) in zip(inner, used.items())]
+    return first, second
