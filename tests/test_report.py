@@ -189,7 +189,7 @@ def test_lives_end_where_the_value_does(kimi):
     assert {r for r, _ in at["expert_slot"]} == {"moe"} and {r for r, _ in at["cache_tiles"]} == {"mla"}
     assert {r for r, _ in at["running"]} >= {"kda", "mla", "moe", "dense"}, "the residual stream is carried"
     assert {r for r, _ in at["logits"]} == {"end"} and {r for r, _ in at["kv_a_whole"]} == {"mla"}
-    assert ("moe", "moe.norm") in at["h"] and ("moe", "moe.add") not in at["h"], "not read after the shared experts"
+    assert ("moe", "ffn_mixture") in at["h"] and ("moe", "moe.add") not in at["h"], "not read after the shared experts"
 
 
 # -- graph, exchanges, experts -----------------------------------------------------------------------------------------
