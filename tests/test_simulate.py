@@ -56,28 +56,39 @@ def events_of(plan, rows: int, position: int | None = None, steps: int = 1, seed
 
 def test_busiest_is_the_largest_of_the_groups():
     rng = np.random.default_rng(1)
-    assert (busiest(rng, 50, 3, 8, 8, 8) == 8).all()                                # all experts, one group
-    assert (busiest(rng, 50, 1, 8, 8, 2) == 2).all()
-    assert (busiest(rng, 200, 1, 64, 1, 8) == 1).all()
+    assert (busiest(rng, 50, 3, 8, 8, 8) == (8, 0)).all()                           # all experts, one group, every one for three rows
+    assert (busiest(rng, 50, 1, 8, 8, 2) == (2, 2)).all()
+    assert (busiest(rng, 200, 1, 64, 1, 8) == (1, 1)).all()
 
 
 def test_one_group_is_what_chance_says():
-    """Of 16 experts 4 a row, 3 rows: 16 (1 - (3/4)^3) distinct ones in the mean."""
-    found = busiest(np.random.default_rng(0), 4000, 3, 16, 4, 16)
-    assert found.mean() == pytest.approx(16 * (1 - 0.75 ** 3), abs=0.1)
+    """Of 16 experts 4 a row, 3 rows: 16 (1 - (3/4)^3) distinct ones in the mean, 16 * 3 * 1/4 (3/4)^2 of them for one row."""
+    distinct, alone = busiest(np.random.default_rng(0), 4000, 3, 16, 4, 16).mean(axis=0)
+    assert distinct == pytest.approx(16 * (1 - 0.75 ** 3), abs=0.1)
+    assert alone == pytest.approx(16 * 3 / 4 * 0.75 ** 2, abs=0.1)
+
+
+def test_of_equal_groups_the_one_with_the_fewest_experts_of_one_row():
+    """2 rows take 1 of 2 experts, each in a group of its own: together, or one in each group."""
+    found = busiest(np.random.default_rng(0), 400, 2, 2, 1, 1)
+    assert {tuple(x) for x in found.tolist()} == {(1, 0), (1, 1)}
+    both = busiest(np.random.default_rng(0), 4000, 3, 2, 1, 1)                       # one group has two or three of the rows
+    assert (both == (1, 0)).all()
 
 
 def test_groups_against_a_slow_count():
     """Every set of 2 of 4 experts in 2 groups of 2: the busiest has 2 in 2 of 6 cases."""
-    assert busiest(np.random.default_rng(0), 6000, 1, 4, 2, 2).mean() == pytest.approx(1 + 2 / 6, abs=0.03)
+    assert busiest(np.random.default_rng(0), 6000, 1, 4, 2, 2)[:, 0].mean() == pytest.approx(1 + 2 / 6, abs=0.03)
 
 
 def test_draws(kimi_plan):
     one, many = draw_experts(kimi_plan, 1, 11), draw_experts(kimi_plan, 8, 11)
-    assert one.shape == (11, 92) and one.size >= 1000 and steps_for(kimi_plan) == 11
+    assert one.shape == (11, 92, 2) and one.size >= 2000 and steps_for(kimi_plan) == 11
     assert 6.0 < one.mean() < 6.3                        # 16 of 896 in 4 groups: 4 in the mean, the busiest has about 6.1
-    assert many.mean() > one.mean()
-    assert (draw_experts(kimi_plan, 8, 11, tokens=IDENTICAL) == one).all()
+    assert (one[..., 0] == one[..., 1]).all() and many[..., 0].mean() > one.mean()
+    assert 0.9 < many[..., 1].sum() / many[..., 0].sum() < 0.96
+    same = draw_experts(kimi_plan, 8, 11, tokens=IDENTICAL)
+    assert (same[..., 0] == one[..., 0]).all() and not same[..., 1].any()
     assert (draw_experts(kimi_plan, 8, 2, seed=3) != draw_experts(kimi_plan, 8, 2, seed=4)).any()
 
 
@@ -91,7 +102,7 @@ def test_bytes_are_those_of_the_plan(plan, rows):
         if isinstance(e, Fetch):
             copied[e.stream] += e.bytes
     assert copied["tape"] == plan.tape_rows * 512
-    assert copied["experts"] == sum(int(n) for n in drawn) * plan.experts[0].expert_bytes
+    assert copied["experts"] == sum(int(n) for n, _ in drawn) * plan.experts[0].expert_bytes
     written = sum(e.bytes for e in events if isinstance(e, Fetch) and e.writes)
     whole = sum(e.bytes for e in events if isinstance(e, Fetch) and e.stream == "states")
     assert 0 <= written and whole == 2 * sum(e.bytes for e in events if isinstance(e, Fetch) and e.stream == "states" and e.writes)
@@ -141,7 +152,7 @@ def test_a_longer_context_reads_more_tiles(kimi_plan):
 
 def test_too_few_experts_are_refused(qwen_plan):
     with pytest.raises(MkgenError, match="more layers route"):
-        expand(qwen_plan, 1, cycles=profile.profile_plan(qwen_plan, 1), experts=[3] * 7)
+        expand(qwen_plan, 1, cycles=profile.profile_plan(qwen_plan, 1), experts=[(3, 3)] * 7)
 
 
 # -- predictions --------------------------------------------------------------------------------------------------------

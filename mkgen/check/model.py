@@ -105,7 +105,7 @@ class Model:
         m.positions = Table("positions", list(scenario.positions))
         m.tokens = Table("tokens", list(scenario.tokens))
         m.chunks, m.facts = Table("chunks", self.short.chunks), Table("facts", self.short.facts)
-        for name in ("expert_ids", "expert_count"):
+        for name in ("expert_ids", "expert_count", "taker"):
             if name in self.refs:
                 setattr(m, name, Table(name, [None] * self.refs[name].dims[0]))
         for sight in set(self.sights.values()):

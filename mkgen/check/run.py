@@ -8,7 +8,7 @@ from mkgen.check.findings import Report
 from mkgen.check.flight import Flight
 from mkgen.check.model import Model
 from mkgen.check.refs import BadExpression
-from mkgen.check.scenario import Scenario
+from mkgen.check.scenario import Scenario, lone_row
 from mkgen.check.spread import Spread
 from mkgen.check.steps import PLAIN, TOUCHES, box_of, own_weights
 from mkgen.check.values import Ledger, Values
@@ -217,6 +217,8 @@ class AbstractRun:
             for i in range(min(first, len(self.ids)), len(self.ids)) if here is None else here:
                 if i < len(self.ids):
                     self.m.expert_ids.put(i, self.ids[i])
+                    if "taker" in n.writes:
+                        self.m.taker.put(i, lone_row(i, self.model.rows))
 
     # -- the tape -----------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,14 @@ def kv_items(scenario: Scenario, tile: int, sight: Sight) -> list[int]:
     ]
 
 
+SEVERAL = -7  # rows that chose an expert, as the kernel lists them
+
+
+def lone_row(n: int, rows: int) -> int:
+    """The row that alone chose the n-th expert of a list: one after another, then an expert that several chose."""
+    return n % (rows + 1) if n % (rows + 1) < rows else SEVERAL
+
+
 def expert_ids(count: int, local: int) -> list[int]:
     """`count` distinct local ids, ascending, the last one among them."""
     return sorted(local - 1 - i * local // count for i in range(count))

@@ -16,7 +16,7 @@ class Nodes:
         """Adds work. Buffers named in its arguments are what it touches: a Target is written, anything else is read; `reads`
         and `writes` add those that only the macro names."""
         texts = [a for a in args.values() if isinstance(a, str)]
-        read = {name for t in texts for name in re.findall(r"\bm\.(\w+)", t)} | set(reads)
+        read = {name for t in texts for name in re.findall(r"\bm\.(\w+)", t)} - {"rows"} | set(reads)           # m.rows is a number
         if isinstance(args.get("matrix"), Matrix) or any(re.search(r"\b(tape_rows|vector|panels|columns)\(m, g", t) for t in texts):
             read.add("ring")
         written = {a.ref[2:] for a in args.values() if isinstance(a, Target)} | set(writes)

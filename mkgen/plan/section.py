@@ -120,15 +120,22 @@ def few_rows(fmt: str, group: int, terms: int) -> int:
     return 4 if terms == 1 else 6
 
 
+def expert_rows(fmt: str, group: int, terms: int) -> int:
+    """`few_rows` of an expert: all, if that takes an MXU no longer than a push of bf16. Most experts are then multiplied for the one
+    row that chose them, and a row's numbers are the same whether it was alone."""
+    few = few_rows(fmt, group, terms)
+    return ROWS_PADDED if few and ROWS_PADDED * terms * DEPTH // group <= 128 else few
+
+
 def widens(fmt: str, group: int) -> bool:
     """Beyond the few rows: are codes times scales made bf16 in front of the dot?"""
     return fmt in WIDENED
 
 
-def left_rows(fmt: str, group: int, rows: int, terms: int) -> int:
-    """Rows of the left operand of one dot, for a variant of `rows` decode rows."""
+def left_rows(fmt: str, group: int, rows: int, terms: int, few: int | None = None) -> int:
+    """Rows of the left operand of one dot, for a variant of `rows` decode rows; few: those that go row after row, if not `few_rows`."""
     groups = DEPTH // group
-    if rows <= few_rows(fmt, group, terms):
+    if rows <= (few_rows(fmt, group, terms) if few is None else few):
         return rows * terms * groups
     return ROWS_PADDED * terms * (1 if widens(fmt, group) else groups)
 

@@ -12,7 +12,7 @@ from mkgen.graph.ir import Value, Weight
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.memory import ROWS_PADDED, Place, identifier
 from mkgen.plan.regions import Advance, Buffer, Loop, Node, Start, Wait
-from mkgen.plan.section import DEPTH, LEAST_GROUP, Section, depth_unit, left_rows, stored_group
+from mkgen.plan.section import DEPTH, LEAST_GROUP, Section, depth_unit, expert_rows, left_rows, stored_group
 from mkgen.plan.shard import local_units, round_up, unit_range
 from mkgen.plan.tape import LANES, Chunk, Entry, Matrix, Part, Vector, plan_matrix
 from mkgen.spec.formats import FORMATS
@@ -292,11 +292,20 @@ class Weights:
         """The left operand of an expert's matrix, as its format wants it."""
         if not s.group:
             return self.expert_buffer(name, (fold * ROWS_PADDED, s.k), self.build.activations, "left operand" + ", parts of K in rows" * (fold > 1))
-        rows, chunks = max(left_rows(s.format, s.group, r, self.terms) for r in self.build.rows), -(-s.k // DEPTH)
+        few, chunks = expert_rows(s.format, s.group, self.terms), -(-s.k // DEPTH)
+        rows = round_up(max(left_rows(s.format, s.group, r, self.terms, few) for r in self.build.rows), 16)    # whole tiles of bf16
         name = self.expert_buffer(name, (chunks, rows, DEPTH), "bf16", "left operand, block-diagonal")
         if s.kind.zero:
             self.buffer(f"{name}_sums", (chunks, rows, LANES), "f32", "sums of its groups, on every lane")
         return name
+
+    def lone(self) -> bool:
+        """Is an expert that one row chose multiplied for that row alone? Where each row has lines of its own in all left operands; two
+        rows take no longer than one. Eight experts are marked in a word, and a word says which of the others are not zero."""
+        images = self.memory.experts.values()
+        few = [expert_rows(s.format, s.group, self.terms) if s.group else 0 for image in images for s in (image.up, image.down)]
+        scaled = any(op.scale_input for sub in self.memory.graph.ffns.values() for op in sub.ops if op.kind == "routed_experts")
+        return not scaled and 2 < max(self.build.rows) <= min(few) and all(image.local_experts <= 256 for image in images)
 
     def top_k(self, image: ExpertImage) -> int:
         """Of a kind of routed experts."""

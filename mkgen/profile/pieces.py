@@ -90,7 +90,7 @@ class Cutter:
 
         for n in flat(nodes):
             if isinstance(n, (Step, Start, Advance, Wait)):
-                if group and rank(n) < rank(group[-1]):
+                if group and (rank(n) < rank(group[-1]) or apart(group[-1], n)):
                     flush()
                 group.append(n)
                 continue
@@ -155,6 +155,11 @@ def ops_of(steps: tuple[Step, ...]) -> str:
 
 def rank(n: Node) -> int:
     return 0 if isinstance(n, Wait) else 1 if isinstance(n, Step) else 2
+
+
+def apart(one: Node, other: Node) -> bool:
+    """Are they steps of which one may run without the other?"""
+    return isinstance(one, Step) and isinstance(other, Step) and one.args.get("when") != other.args.get("when")
 
 
 def flat(nodes: tuple[Node, ...]):

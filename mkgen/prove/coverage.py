@@ -37,6 +37,7 @@ def pieces(plan: Plan) -> set[str]:
     out |= {f"matrix {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
     out |= {f"several blocks of {stored[m]} a turn" for m in plan.matrices.values() if m.turn > 1}
     out |= {f"experts with {'parts of K side by side' if image.fold > 1 else 'all of K in a panel'}" for image in plan.experts}
+    out |= {"experts of one row" for region in plan.regions.values() for n in walk(region.body) if isinstance(n, Step) and n.args.get("lone") == "one"}
     out |= {"refills behind the experts" for region in plan.regions.values() for n in walk(region.body) if isinstance(n, Loop) and n.name == "late_refills"}
     out |= {"tiles of a cache started in front of its sub-layer" for region in plan.regions.values() if "MIXER_INDEX" in str(region.body)}
     for region in plan.regions.values():
@@ -124,6 +125,7 @@ def _routing(plan: Plan, scenario: Scenario) -> list[Rung]:
     build, several = plan.spec.build, [c[live] for live, c in steps if live.sum() > 1]
     differ = sum((c != c[0]).any() for c in several)
     shared = sum(bool((c.sum(0) > 1).any()) for c in several)
+    alone = sum(bool((c.sum(0) == 1).any()) and bool((c.sum(0) > 1).any()) for c in several)
     idle = [int((~by_rank(c.any(0)[None], build.expert_parallel).any((0, 2))).sum()) for _, c in steps]
     note = f"of {len(steps)} routed layers"
     return [
@@ -131,6 +133,7 @@ def _routing(plan: Plan, scenario: Scenario) -> list[Rung]:
         _rung(
             "rows share", f"an expert is taken by several rows in {shared} {note}", shared > 0, "no expert was shared"
         ),
+        _rung("rows alone", f"another one by one row in {alone} {note}", alone > 0, "experts were shared by all rows or by none"),
         _rung(
             "idle ranks",
             f"some rank has no expert in {int(np.count_nonzero(idle))} {note}",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mkgen.check.model import Model
 from mkgen.check.refs import Box
-from mkgen.check.scenario import Scenario
+from mkgen.check.scenario import Scenario, lone_row
 from mkgen.prove.program import Program
 
 Spot = tuple[str, Box]  # a box of a buffer; () of a semaphore that has no dimensions
@@ -125,7 +125,10 @@ class Machine:
             self.tables["expert_ids"] = [None] * len(self.tables["expert_ids"])
             self.put(table, at, len(self.ids))
         elif table == "expert_words":
-            words = [sum(1 << e % 32 for e in self.ids if e // 32 == w) for w in range(len(self.tables[table]) - 1)]
+            marks, each = {e: 1 for e in self.ids}, 32
+            if "taker" in self.tables:
+                marks, each = {e: 8 + lone_row(n, self.model.rows) for n, e in enumerate(self.ids)}, 8
+            words = [sum(m << 32 // each * (e % each) for e, m in marks.items() if e // each == w) for w in range(len(self.tables[table]) - 1)]
             self.put(table, at, words[at - 1] if at else sum(1 << w for w, word in enumerate(words) if word))
         else:
             raise Stuck(f"{table}[{at}] is written with what no scenario gives")

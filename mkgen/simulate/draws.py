@@ -1,4 +1,5 @@
-"""How many distinct experts the busiest rank has to run in each layer: rows choose independently and uniformly."""
+"""How many distinct experts the busiest rank has to run in each layer, and how many of them for one row: rows choose independently
+and uniformly."""
 from __future__ import annotations
 
 import numpy as np
@@ -21,25 +22,33 @@ def steps_for(plan: Plan, draws: int = DRAWS) -> int:
 
 
 def draw_experts(plan: Plan, rows: int, steps: int, seed: int = 0, tokens: str = ROWS) -> np.ndarray:
-    """int [steps, routing layers]: the most distinct experts that any expert-parallel group is asked for.
+    """int [steps, routing layers, 2]: the most distinct experts that any expert-parallel group is asked for, and how many of these one
+    row alone asks for.
 
     Each row takes top_k distinct ones, all sets equally likely (also where a router picks groups first). identical: all rows
     take the same. A group holds a run of local_experts; every layer waits for its busiest one."""
     rng = np.random.default_rng(seed)
     kinds = routed(plan)
-    out = np.zeros((steps, len(kinds)), np.int64)
+    out = np.zeros((steps, len(kinds), 2), np.int64)
     for image in plan.experts:
         layers = [n for n, kind in enumerate(kinds) if kind == image.kind]
         top_k = plan.spec.model.ffns[image.kind].top_k
-        out[:, layers] = busiest(rng, steps * len(layers), rows if tokens == ROWS else 1, image.experts, top_k, image.local_experts).reshape(steps, -1)
+        found = busiest(rng, steps * len(layers), rows if tokens == ROWS else 1, image.experts, top_k, image.local_experts)
+        out[:, layers] = found.reshape(steps, -1, 2)
+    if tokens == IDENTICAL and rows > 1:
+        out[..., 1] = 0
     return out
 
 
 def busiest(rng: np.random.Generator, draws: int, rows: int, experts: int, top_k: int, local: int) -> np.ndarray:
-    """int [draws]: the largest number of distinct chosen experts in any run of `local` of them."""
+    """int [draws, 2]: the largest number of distinct chosen experts in any run of `local` of them, and how many of these one row chose;
+    of runs with equally many, that with the fewest such."""
     groups = -(-experts // local)
-    asked = np.zeros((draws, groups * local), bool)
+    asked = np.zeros((draws, groups * local), np.int8)
     for _ in range(rows):
         chosen = np.argpartition(rng.random((draws, experts), np.float32), top_k - 1, axis=1)[:, :top_k]
-        np.put_along_axis(asked, chosen, True, axis=1)
-    return asked.reshape(draws, groups, local).sum(axis=2).max(axis=1)
+        np.put_along_axis(asked, chosen, np.take_along_axis(asked, chosen, axis=1) + 1, axis=1)
+    asked = asked.reshape(draws, groups, local)
+    distinct, alone = (asked > 0).sum(axis=2), (asked == 1).sum(axis=2)
+    group = np.argmax(distinct * (local + 1) - alone, axis=1)[:, None]
+    return np.concatenate([np.take_along_axis(x, group, axis=1) for x in (distinct, alone)], axis=1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from mkgen.check.model import Model, Text
-from mkgen.check.scenario import Scenario, tokens
+from mkgen.check.scenario import SEVERAL, Scenario, tokens
 from mkgen.check.shorten import Short, control_texts
 from mkgen.errors import MkgenError
 from mkgen.plan.plan import Plan, Region
@@ -45,11 +45,11 @@ def call_seconds(target: Target, steps: int) -> dict[str, float]:
     return {DISPATCH: target.host_dispatch_s} if steps == 1 else {DISPATCH: target.host_dispatch_s / steps, LOOP: target.loop_trip_s}
 
 
-def expand(plan: Plan, rows: int, *, cycles: Profile, experts: Sequence[int] = (), position: int | None = None) -> list[Event]:
+def expand(plan: Plan, rows: int, *, cycles: Profile, experts: Sequence[Sequence[int]] = (), position: int | None = None) -> list[Event]:
     """The events of a step of `rows` active rows.
 
-    cycles: `mkgen.profile.profile_plan(plan, rows)`. experts: how many distinct ones the rank runs in each layer that routes, in order
-    (`draws.draw_experts`). position: of every row's token; the context's last if not given."""
+    cycles: `mkgen.profile.profile_plan(plan, rows)`. experts: how many distinct ones the rank runs in each layer that routes, in order,
+    and how many of them for one row alone (`draws.draw_experts`). position: of every row's token; the context's last if not given."""
     return Expansion(plan, rows, cycles, position).step(experts)
 
 
@@ -69,7 +69,7 @@ class Expansion:
         self.streams = streams(plan)
         self.recorded: dict[tuple, list[Recorded]] = {}
 
-    def step(self, experts: Sequence[int] = ()) -> list[Event]:
+    def step(self, experts: Sequence[Sequence[int]] = ()) -> list[Event]:
         kinds = {image.kind for image in self.plan.experts}
         counts = iter(experts)
         out, base = self.prologue(), 0
@@ -80,7 +80,7 @@ class Expansion:
                 role = 0 if region.role == "mixer" else 1
                 index = places[layer][role]
             if region.name in kinds:
-                count = next(counts, None)
+                count = tuple(next(counts, ())) or None
                 if count is None:
                     raise MkgenError(f"{self.plan.spec.model.name}: {len(experts)} numbers of experts are given; more layers route")
             known = () if layer is None else (*(self.facts[layer][i] for i in self.used), self.next_mixer(layer))
@@ -154,11 +154,11 @@ class Expansion:
 class Walk:
     """One region, run once on the scenario's numbers."""
 
-    def __init__(self, owner: Expansion, region: Region, layer: int, index: int, base: int, count: int | None):
+    def __init__(self, owner: Expansion, region: Region, layer: int, index: int, base: int, count: tuple[int, int] | None):
         self.owner, self.region, self.layer, self.index, self.base, self.g, self.count = owner, region, layer, index, base, base, count
         build, rows = owner.plan.spec.build, owner.rows
         last = min(owner.position, build.context - 1)
-        scenario = Scenario("simulated", 0, rows, (last,) * rows, tokens(owner.plan, 0, rows), (count or 0,))
+        scenario = Scenario("simulated", 0, rows, (last,) * rows, tokens(owner.plan, 0, rows), (count[0] if count else 0,))
         self.scenario = scenario
         self.m: SimpleNamespace = owner.model.memory(scenario)
         self.out: list[Recorded] = []
@@ -249,13 +249,18 @@ class Walk:
         self.out.append(Recorded(kind, op, (source.bytes, stream, writes), (n.transfer, semaphore.box)))
 
     def tables(self, n: Step) -> None:
-        """What routing leaves in SMEM: the list of experts, at first its first."""
+        """What routing leaves in SMEM: the list of experts, at first its first; those that several rows chose stand evenly among them."""
         if {"expert_count", "expert_ids"} & {*n.writes}:
             ids = self.owner.model.wanted(self.scenario, 0, self.region.name)
             self.m.expert_ids.put(0, self.owner.model.first(ids, self.region.name))
             self.m.expert_count.put(0, len(ids))
             for i, e in enumerate(ids):
                 self.m.expert_ids.put(i, e)
+            if hasattr(self.m, "taker"):
+                distinct, alone = self.count or (0, 0)
+                several = {k * distinct // (distinct - alone) for k in range(distinct - alone)}
+                for i in range(len(ids)):
+                    self.m.taker.put(i, SEVERAL if i in several else 0)
 
 
 def inside(n: Step) -> tuple[str, ...]:

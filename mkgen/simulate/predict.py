@@ -124,7 +124,7 @@ class Totals:
                       for name, (work, wait) in self.regions.items())
         us = {name: s / n * US for name, s in sorted(self.budget.items(), key=lambda i: -i[1])}
         return Prediction(
-            rows, context, tokens, mean * MS, statistics.pstdev(self.seconds) * MS, n, counts.size, float(counts.mean()) if counts.size else 0.0,
+            rows, context, tokens, mean * MS, statistics.pstdev(self.seconds) * MS, n, counts[..., 0].size, float(counts[..., 0].mean()) if counts.size else 0.0,
             floor_seconds(plan, rows, events) * MS, rows / mean, self.busy / n / mean, self.bytes / n, us, kinds,
             {key: s / n * US for key, s in sorted(self.waits.items(), key=lambda i: -i[1])}, timeline, events)
 

@@ -191,9 +191,12 @@ class RoutedExperts(Op):
         if words > 32:
             raise MkgenError(f"{self.name}: {image.local_experts} experts on a rank\n  why: those that are chosen are listed by the bits of up to 32 "
                              "words, and a word says which of them are not zero\n  fix: a larger build.expert_parallel")
-        words = max(-(-i.local_experts // 32) for i in b.memory.experts.values())
+        lone, listing = b.lone(), ("expert_words", "expert_ids", *["taker"] * b.lone())
+        words = max(-(-i.local_experts // (8 if lone else 32)) for i in b.memory.experts.values())
         b.buffer("expert_words", (1 + words,), "i32", "bits of those that are not yet in the list", space="smem")
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
+        if lone:
+            b.buffer("taker", (listed,), "i32", "the row that alone chose it; -7: several", space="smem")
         scratch = {"products": b.expert_buffer("expert_up", (8 * image.fold, image.up.panels * LANES), "f32",
                                                "gate | up of one expert" if image.gated else "up of one expert")}
         for name, section, fold in (("expert_x", image.up, image.fold), ("expert_h", image.down, 1)):
@@ -209,10 +212,10 @@ class RoutedExperts(Op):
         chosen = b.maker(self.route)
         with b.after(chosen):
             with b.loop("first_experts", "i", f"jnp.minimum({count}, FIRST_EXPERTS)", bound=first):
-                b.step(self, "experts", "take", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
+                b.step(self, "experts", "take", reads=("expert_words",), writes=listing, image=image)
                 b.start(copy, "m", "index", "i", when="i > 0" if b.build.first_in_route else None)
         with b.before_finish(chosen):
-            b.step(self, "experts", "take_rest", reads=("expert_words",), writes=("expert_words", "expert_ids"), image=image)
+            b.step(self, "experts", "take_rest", reads=("expert_words",), writes=listing, image=image)
             if ahead > first:
                 with b.loop("more", "i", f"jnp.minimum({count}, EXPERTS_AHEAD) - FIRST_EXPERTS", bound=ahead - first):
                     b.start(copy, "m", "index", "FIRST_EXPERTS + i")
@@ -227,10 +230,13 @@ class RoutedExperts(Op):
         with b.loop("routed_expert", "i", count, bound=image.pieces * min(image.local_experts, rows)):
             b.wait(copy, "m", "index", "i")
             b.start(copy, "m", "index", "i + EXPERTS_AHEAD", when=f"i + EXPERTS_AHEAD < {count}")
-            b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", *shared),
-                   writes=(y.ref[2:], *({*scratch.values(), *operand} - {*shared})),
-                   x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
-                   norm=self.norm, apart=self.top_k if self.apart else 0, **b.activation(self.act, image.gated))
+            row = f"m.taker[{expert}]"
+            ways = {"all": f"m.rows <= 2 or {row} < 0", "one": f"m.rows > 2 and {row} >= 0"} if lone else {"": None}
+            for way, when in ways.items():
+                b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", *shared),
+                       writes=(y.ref[2:], *({*scratch.values(), *operand} - {*shared})),
+                       x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
+                       norm=self.norm, apart=self.top_k if self.apart else 0, lone=way, when=when, **b.activation(self.act, image.gated))
 
 
 def normed(env, x, norm: Norm, w: Weight | None):
