@@ -40,8 +40,6 @@ def lanes(start, width):
     """A run of lanes that starts at a multiple of 128."""
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, LANES), width)
 
-TERM_ROWS = 2 * ROWS_PADDED
-
 def terms(x):
     """f32 [r, n] -> f32 [2 r, n]: what bf16 holds of each number, then what it leaves."""
     high = bitcast(bitcast(x, u32) & u32(0xFFFF0000), f32)
@@ -540,7 +538,6 @@ class Format(NamedTuple):  # How weights are stored, and how they are multiplied
     codes: object  # dtype
     per_word: int
     group: int  # k rows that share a scale
-    few: int  # up to so many decode rows, they are multiplied row after row
 
 class Section(NamedTuple):  # A matrix or a block of one: codes, then scales, panel after panel.
     format: Format
@@ -551,7 +548,7 @@ class Section(NamedTuple):  # A matrix or a block of one: codes, then scales, pa
     scale_rows: int  # a panel
     runs: tuple  # of panels: each is one basic block, whose drains the next one hides
 
-MXFP4 = Format(jnp.float4_e2m1fn, 8, 32, 6)
+MXFP4 = Format(jnp.float4_e2m1fn, 8, 32)
 EXPERT_UP = Section(MXFP4, 0, 3584, 6, 2688, 28, ((0, 1, 3, 4), (2, 5)))  # gate | up
 EXPERT_DOWN = Section(MXFP4, 2856, 384, 28, 4200, 3, (range(28),))
 LOCAL_EXPERTS = 224
@@ -595,10 +592,9 @@ def falling(run, most):
 def kth_largest(key, k):
     """f32 [8, 1]: the k-th largest of each row of key [8, n]. Whole vectors are sorted,
     elementwise, rows on the lanes: each turn of a search along the lanes would wait for the XLU."""
-    most, n = 1 << (k - 1).bit_length(), key.shape[1]
-    key = jnp.pad(key, ((0, 0), (0, -n % LANES)), constant_values=-jnp.inf)
-    panels = heads_of(key, LANES)
-    panels = falling(panels, len(panels))[: len(panels)]  # the i-th: what is i-th in its lane
+    most, count = 1 << (k - 1).bit_length(), -(-key.shape[1] // LANES)
+    key = jnp.pad(key, ((0, 0), (0, -key.shape[1] % LANES)), constant_values=-jnp.inf)
+    panels = falling(heads_of(key, LANES), count)[:count]  # the i-th: what is i-th in its lane
     turned = jnp.concatenate(panels, axis=0).T  # column 8 i + r: row r of the i-th
     run = falling(jnp.split(turned, LANES // ROWS_PADDED), most)
     for by in (4, 2, 1):
@@ -620,17 +616,19 @@ def top_k_lanes(key, last, top_k):
     return above | (tied & (lower_lanes(tied) < need))
 
 def want_experts(m, chosen, local):
-    """Marks this rank's experts that any row chose, a bit each, and counts them.
+    """Marks this rank's experts that any row chose, four bits each, 8 + the row if it is alone.
     m.expert_words: a word whose bits say which of the others are not zero, then those."""
     here = lax.broadcasted_iota(i32, (1, chosen.shape[1]), 1) - first_expert(local)
-    asked = jnp.max(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True) > 0
-    asked = asked & (here >= 0) & (here < local)
+    rows = jnp.sum(jnp.where(chosen, 1.0, 0.0), axis=0, keepdims=True)
+    asked = (rows > 0) & (here >= 0) & (here < local)
     m.expert_count[0] = jnp.sum(jnp.where(asked, 1.0, 0.0)).astype(i32)
-    bits, live = jnp.where(asked, 1 << (here & 31), 0), i32(0)
-    for i in range(-(-local // 32)):
+    row = jnp.where(chosen, lax.broadcasted_iota(i32, chosen.shape, 0), 0)
+    mark = jnp.where(rows == 1, 8 + jnp.sum(row, axis=0, keepdims=True), 1)
+    bits, live = jnp.where(asked, mark << 4 * (here & 7), 0), i32(0)
+    for i in range(-(-local // 8)):
         if i % ROWS_PADDED == 0:  # eight words at a time, a row each
             row = i + lax.broadcasted_iota(i32, (ROWS_PADDED, 1), 0)
-            words = jnp.sum(jnp.where(here >> 5 == row, bits, 0), axis=1, keepdims=True)
+            words = jnp.sum(jnp.where(here >> 3 == row, bits, 0), axis=1, keepdims=True)
         m.expert_words[1 + i] = word = words[i % ROWS_PADDED, 0]
         live |= (word != 0).astype(i32) << i
     m.expert_words[0] = live
@@ -643,8 +641,9 @@ def take_expert(m, i):
     live = m.expert_words[0]
     at = lowest_bit(live)
     word = m.expert_words[1 + at]
-    left = m.expert_words[1 + at] = word & (word - 1)
-    m.expert_ids[i] = 32 * at + lowest_bit(word)
+    first = lowest_bit(word) & ~3
+    left = m.expert_words[1 + at] = word & ~(15 << first)
+    m.expert_ids[i], m.taker[i] = 8 * at + (first >> 2), (word >> first & 15) - 8
     m.expert_words[0] = jnp.where(left == 0, live & (live - 1), live)
 
 def spread(m, left, x, f):
@@ -652,62 +651,61 @@ def spread(m, left, x, f):
     One dot over it gives the sum of each group by itself, to be scaled."""
     for c, part in enumerate(heads_of(x, DEPTH)):
         part, width = terms(part), part.shape[1]
-        group = lax.broadcasted_iota(i32, (-(-width // f.group), width), 1) // f.group
-        if m.rows <= f.few:
-            own = group == lax.broadcasted_iota(i32, group.shape, 0)
-            lines = [r + t for r in range(m.rows) for t in (0, ROWS_PADDED)]
-            blocks = [jnp.where(own, part[j : j + 1], 0.0) for j in lines]
-        else:
-            blocks = [jnp.where(group[:1] == j, part, 0.0) for j in range(group.shape[0])]
+        group = lax.broadcasted_iota(i32, (DEPTH // f.group, width), 1) // f.group
+        own = group == lax.broadcasted_iota(i32, group.shape, 0)
+        lines = [r + t for r in range(min(m.rows, x.shape[0])) for t in (0, x.shape[0])]
+        blocks = [jnp.where(own, part[j : j + 1], 0.0) for j in lines]
         stack = jnp.concatenate(blocks).astype(bf16)
         left[c, : stack.shape[0], :width] = stack
 
-def coded_matmul(m, slots, slot, s, left, write):
-    """x W of the section s in slots[slot]: write(panel, f32 [8, 128]), run after run."""
-    f, rowwise = s.format, m.rows <= s.format.few
+def sublane_sums(xs):
+    """Up to 8 of [8, n] -> [8, n]: row j is the sum of the j-th's rows, in one order for all."""
+    for by in (1, 2, 4):
+        lower = lax.broadcasted_iota(i32, xs[0].shape, 0) & by == 0
+        pairs = zip(xs[::2], [*xs[1::2], xs[-1]])
+        xs = [jnp.where(lower, a + jnp.roll(a, -by, 0), b + jnp.roll(b, by, 0)) for a, b in pairs]
+    return xs[0]
+
+def coded_matmul(m, slots, slot, s, left, write, rows=0):
+    """x W of the section s in slots[slot], of `rows` rows or all: write(panel, f32 [8, 128])."""
+    f, rows, groups = s.format, rows or m.rows, DEPTH // s.format.group
     for run in s.runs:
 
-        def rows(at, each, skip, count):
+        def rows_of(at, each, skip, count):
             starts = [at + panel * each + skip for panel in run]
             return jnp.concatenate([slots[slot, pl.ds(a, count), :] for a in starts], axis=1)
-        words = rows(s.scales_at, s.scale_rows, 0, s.scale_rows)
+        words = rows_of(s.scales_at, s.scale_rows, 0, s.scale_rows)
         scales = bitcast(bitcast(words, jnp.uint8).astype(u32) << 23, f32)  # an exponent
-        totals = [0.0] * (m.rows if rowwise else 1)
+        scales = jnp.pad(scales, ((0, -scales.shape[0] % groups), (0, 0)))
+        totals = [0.0] * rows
         for c in range(-(-s.k // DEPTH)):
             depth = min(DEPTH, s.k - c * DEPTH)
-            groups = -(-depth // f.group)
-            words = rows(s.at, s.k // f.per_word, c * DEPTH // f.per_word, depth // f.per_word)
-            scale = scales[c * DEPTH // f.group :][:groups]
+            words = rows_of(s.at, s.k // f.per_word, c * DEPTH // f.per_word, depth // f.per_word)
             w = bitcast(words, f.codes).astype(jnp.float8_e4m3fn)
-            y = dot(left[c, : groups * (2 * m.rows if rowwise else TERM_ROWS), :depth], w)
-            for j, part in enumerate(jnp.split(y, m.rows if rowwise else groups)):
-                part = sum(jnp.split(part, 2)) * (scale if rowwise else scale[j : j + 1])
-                if rowwise and c and depth < DEPTH:  # the last of k
-                    part = jnp.pad(part, ((0, DEPTH // f.group - groups), (0, 0)))
-                totals[j if rowwise else 0] += part
-        if rowwise:
-            totals = [jnp.sum(total, axis=0, keepdims=True) for total in totals]
-        for panel, part in zip(run, heads_of(pad_rows(jnp.concatenate(totals)), LANES)):
+            y = dot(left[c, : groups * 2 * rows, :depth], w)
+            for j, part in enumerate(jnp.split(y, rows)):
+                totals[j] += sum(jnp.split(part, 2)) * scales[c * groups :][:groups]
+        for panel, part in zip(run, heads_of(sublane_sums(totals), LANES)):
             write(panel, part)
 
-def run_expert(m, i, route, y):
-    """Expert i of the list, from its slot: y += route[:, e] * down(phi(gate, up))."""
+def run_expert(m, i, route, y, alone=False):
+    """Expert i of the list, for one row or all: y += route[:, e] * down(phi(gate, up))."""
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
+    row, rows = m.taker[i], 1 if alone else m.rows
+    left = m.expert_x.at[:, pl.ds(pl.multiple_of(row * 16, 16), 16)] if alone else m.expert_x
     def write_up(panel, gate_up):
         m.expert_up[:, lanes(panel * LANES, LANES)] = gate_up
-
-    def add_down(panel, down):
-        y[:, lanes(panel * LANES, LANES)] += weight * down
-
-    coded_matmul(m, m.expert_slot, slot, EXPERT_UP, m.expert_x, write_up)
+    coded_matmul(m, m.expert_slot, slot, EXPERT_UP, left, write_up, rows=rows)
     gate = m.expert_up[:, :width]
     up = m.expert_up[:, 384 : 384 + width]
     h = situ(gate, 4.0) * (25.0 * jnp.tanh(up / 25.0))
-    spread(m, m.expert_h, h, MXFP4)
+    spread(m, m.expert_h, h[:1] if alone else h, MXFP4)
     expert = first_expert(LOCAL_EXPERTS) + m.expert_ids[i]
     lane = lax.broadcasted_iota(i32, route.shape, 1)
     weight = jnp.sum(jnp.where(lane == expert, route[...], 0.0), axis=1, keepdims=True)
-    coded_matmul(m, m.expert_slot, slot, EXPERT_DOWN, m.expert_h, add_down)
+    def add_down(panel, down):
+        y[:, lanes(panel * LANES, LANES)] += jnp.where(weight != 0, weight * down, 0.0)
+    coded_matmul(m, m.expert_slot, slot, EXPERT_DOWN, m.expert_h, add_down, rows=rows)
 
 # ---- copies --------------------------------------------------------------------------------------
 
@@ -1019,7 +1017,8 @@ def moe_ffn(m, layer, index, g):
         expert_copy(m, index, i).wait()
         due = i + EXPERTS_AHEAD < m.expert_count[0]
         pl.when(due)(lambda: expert_copy(m, index, i + EXPERTS_AHEAD).start())
-        run_expert(m, i, m.route, m.routed)
+        pl.when(m.rows <= 2 or m.taker[i] < 0)(lambda: run_expert(m, i, m.route, m.routed))
+        pl.when(m.rows > 2 and m.taker[i] >= 0)(lambda: run_expert(m, i, m.route, m.routed, True))
     lax.fori_loop(0, m.expert_count[0], routed_expert, None)
     scatter_start(m, (ALL,), m.shared_down_y[...], m.routed[...])
     tape_copy(m, g + RING_DEPTH - 1).start()
@@ -1179,8 +1178,9 @@ def places(rows):
         "expert_slot": vmem((4, 4288, 128), u32),  # experts, one a slot
         "expert_sem": dma((4,)),  # one an expert slot
         "expert_ids": smem((128,), i32),  # local ids of the layer's distinct experts
-        "expert_words": smem((8,), i32),  # bits of those that are not yet in the list
+        "expert_words": smem((29,), i32),  # bits of those that are not yet in the list
         "expert_count": smem((1,), i32),  # how many
+        "taker": smem((128,), i32),  # the row that alone chose it; -7: several
         "expert_up": vmem((8, 768), f32),  # gate | up of one expert
         "expert_x": vmem((14, 128, 256), bf16),  # left operand, block-diagonal
         "expert_h": vmem((2, 128, 256), bf16),  # left operand, block-diagonal

@@ -497,10 +497,9 @@ def falling(run, most):
 def kth_largest(key, k):
     """f32 [8, 1]: the k-th largest of each row of key [8, n]. Whole vectors are sorted,
     elementwise, rows on the lanes: each turn of a search along the lanes would wait for the XLU."""
-    most, n = 1 << (k - 1).bit_length(), key.shape[1]
-    key = jnp.pad(key, ((0, 0), (0, -n % LANES)), constant_values=-jnp.inf)
-    panels = heads_of(key, LANES)
-    panels = falling(panels, len(panels))[: len(panels)]  # the i-th: what is i-th in its lane
+    most, count = 1 << (k - 1).bit_length(), -(-key.shape[1] // LANES)
+    key = jnp.pad(key, ((0, 0), (0, -key.shape[1] % LANES)), constant_values=-jnp.inf)
+    panels = falling(heads_of(key, LANES), count)[:count]  # the i-th: what is i-th in its lane
     turned = jnp.concatenate(panels, axis=0).T  # column 8 i + r: row r of the i-th
     run = falling(jnp.split(turned, LANES // ROWS_PADDED), most)
     for by in (4, 2, 1):
@@ -568,10 +567,6 @@ def run_expert(m, i, route, y):
     slot, width = lax.rem(i, EXPERT_SLOTS), EXPERT_DOWN.k
     def write_up(panel, gate_up):
         m.expert_up[:, lanes(panel * LANES, LANES)] = gate_up
-
-    def add_down(panel, down):
-        y[:, lanes(panel * LANES, LANES)] += weight * down
-
     expert_matmul(m, slot, EXPERT_UP, m.expert_x, write_up)
     gate = round_bf16(m.expert_up[:, :width])
     up = round_bf16(m.expert_up[:, 384 : 384 + width])
@@ -580,6 +575,8 @@ def run_expert(m, i, route, y):
     expert = first_expert(LOCAL_EXPERTS) + m.expert_ids[i]
     lane = lax.broadcasted_iota(i32, route.shape, 1)
     weight = jnp.sum(jnp.where(lane == expert, route[...], 0.0), axis=1, keepdims=True)
+    def add_down(panel, down):
+        y[:, lanes(panel * LANES, LANES)] += weight * down
     expert_matmul(m, slot, EXPERT_DOWN, m.expert_h, add_down)
 
 # ---- copies --------------------------------------------------------------------------------------
