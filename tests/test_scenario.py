@@ -14,7 +14,7 @@ from mkgen.spec.model import Gqa, Moe
 
 
 def routed(**build):
-    return spec(2, {"a": Gqa(4, 4, 32)}, {"m": Moe(experts=8, top_k=2, width=48)}, "a*3", "m*3", 128, ends={"vocab": 301}, **build)
+    return spec(2, {"a": Gqa(4, 4, 32)}, {"m": Moe(experts=16, top_k=4, width=48)}, "a*3", "m*3", 128, ends={"vocab": 301}, **build)
 
 
 def test_rounding_twice_makes_a_call_close_sooner():
@@ -25,7 +25,7 @@ def test_rounding_twice_makes_a_call_close_sooner():
 
 @pytest.mark.parametrize("wire", ["f32", "bf16"])
 def test_tokens_have_no_close_call(wire):
-    """With tokens as they come, the closest call of six is closer than that."""
+    """With tokens as they come, the closest call of three layers is closer than that."""
     made = routed(activations="bf16", wire=wire, rows=(1,))
     graph = build_graph(made)
     scenario = run_reference(graph, RandomParams(graph, 0, made), made, 2)
