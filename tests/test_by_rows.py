@@ -164,10 +164,9 @@ def test_rows_that_the_ranks_do_not_divide_are_found():
 
 
 def test_no_damage_of_any_kind_is_accepted():
-    """To anything but the mixer, which has nothing to do with it."""
     plan = planned(normed(wire="bf16", reduce={"f.parts": "rows core chip"}))
     made = [(name, damaged) for name, kind in damage.KINDS.items() for seed in range(4)
-            if (damaged := kind(plan, random.Random(f"{seed} {name}"))) not in (None, plan) and damaged.regions["a"] == plan.regions["a"]]
+            if (damaged := kind(plan, random.Random(f"{seed} {name}"))) not in (None, plan)]
     assert by_rows(plan) and len(made) > 60 and [name for name, damaged in made if not check_plan(damaged)] == []
 
 

@@ -42,12 +42,24 @@ def scenarios(plan: Plan, rows: int) -> list[Scenario]:
         ("all rows idle", none, (0,)),
         ("all rows at the end", tuple([last] * rows), some[::-1]),
         ("last row idle, many experts", spread(edges[1:], rows - 1 if rows > 1 else None), (most,)),
+        *([("one row, a batch of tiles part full", (part_full(plan), *none[1:]), (1,))] if sights(plan) and build.tiles_at_once > 1 else []),
     ]
     return [
         Scenario(name, rank, rows, positions, tokens(plan, rank, rows, len(name) % 2), experts)
         for rank in sorted({0, plan.mesh.ranks - 1})
         for name, positions, experts in plans
     ]
+
+
+def part_full(plan: Plan) -> int:
+    """A position whose tiles, of each kind of cache, do not fill their last batch."""
+    build = plan.spec.build
+    last = build.context - 1
+
+    def odd(position: int) -> bool:
+        return all(sight.tiles(position, build.kv_tile) % build.tiles_at_once for sight in sights(plan).values())
+
+    return next(p for p in (min(build.kv_tile * build.tiles_at_once + 1, last), min(build.kv_tile + 1, last), 1) if odd(p))
 
 
 def most_experts(plan: Plan, image: ExpertImage, rows: int) -> int:
@@ -85,6 +97,10 @@ class Sight:
             return position // self.chunk * self.chunk
         return max(0, position - self.window + 1) if self.window else 0
 
+    def tiles(self, position: int, tile: int) -> int:
+        """Of a row whose new token is at `position`: those with an older one that it sees."""
+        return (position - 1) // tile + 1 - self.oldest(position) // tile if position > 0 else 0
+
     def most_tiles(self, context: int, tile: int) -> int:
         """Of one row: the most unfortunate place of a window or a chunk, or the whole context."""
         if self.chunk and self.chunk % tile == 0:
@@ -109,7 +125,7 @@ def kv_items(scenario: Scenario, tile: int, sight: Sight) -> list[int]:
         row << 16 | t
         for row, position in enumerate(scenario.positions)
         if position > 0
-        for t in range(sight.oldest(position) // tile, (position - 1) // tile + 1)
+        for t in range(sight.oldest(position) // tile, sight.oldest(position) // tile + sight.tiles(position, tile))
     ]
 
 
