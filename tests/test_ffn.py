@@ -144,7 +144,8 @@ def test_the_first_of_the_list_is_known_before_the_others(whole_kernel, monkeypa
             keys[row, lanes] = np.nan
         column = np.full((8, 1), -1, np.int32)
         column[list(active)] = 7
-        m = SimpleNamespace(position_column=jnp.asarray(column), expert_words=[0] * 20, expert_count=[0], expert_ids=[None] * width)
+        m = SimpleNamespace(position_column=jnp.asarray(column), expert_words=[0] * 40, expert_count=[0], expert_ids=[None] * width,
+                            taker=[None] * width)
         key = jnp.asarray(keys)
         last = k.kth_largest(key, top_k)
         first = int(k.first_chosen(m, key, last))
