@@ -3,7 +3,7 @@
 Both sides by one simulator on one set of terms: independent rows, uniform routing with a fixed seed, at least 1,000 layers drawn, each
 waiting for its busiest rank; the last position of the context; prologue, dispatch and every exchange counted, with a call of the host for
 every step and with one for `CALL` steps. A spec is taken with
-its overlay in model_specs/tuned/, if there is one, once as it is and once with what `EXTRA` says; each row count as a module of its own
+its overlay in model_specs/tuned/, if there is one (that for its rows before that for one), once as it is and once with what `EXTRA` says; each row count as a module of its own
 (all of them read the same packed weights).
 """
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Step:
 
 
 def step(name: str, rows: int, context: int, tokens: str, sets: tuple[str, ...]) -> Step:
-    overlay = Path(f"model_specs/tuned/{name}.yaml")
+    overlay = next((p for p in (Path(f"model_specs/tuned/{name}{which}.yaml") for which in (f"_{rows}_rows", "")) if p.exists()), None)
     sets = (f"build.rows=[{rows}]", f"build.context={-(-context // 256) * 256}", *sets)
-    spec = load_spec(f"model_specs/{name}.yaml", overlays=[str(overlay)] if overlay.exists() else [], sets=list(sets))
+    spec = load_spec(f"model_specs/{name}.yaml", overlays=[str(overlay)] if overlay else [], sets=list(sets))
     plan = make_plan(spec, build_graph(spec), load_target(spec.build.chip))
     profile = profile_plan(plan, rows)
     hosts = "host" in spec.build.mesh
@@ -79,7 +79,8 @@ def tables() -> tuple[list[str], list[str]]:
         other, others = (predicted(schedule, steps_a_call=n) if schedule else {} for n in (1, CALL))
         for rows, (published, aim) in by_rows.items():
             spec = name.split(",")[0]
-            for sets in ((), *([EXTRA[spec]] if spec in EXTRA else [])):
+            alike = ("build.lone_experts=false",) * (tokens == "identical" and rows > 1)     # no expert has one row then
+            for sets in (alike, *([(*EXTRA[spec], *alike)] if spec in EXTRA else [])):
                 s = step(spec, rows, context, tokens, sets)
                 hand, hands = (found[rows]["ms"] if rows in found else {} for found in (other, others))
                 least = min(filter(None, (published, hands["1.0"]))) / s.many if hands else published / s.ms[1.0]

@@ -14,6 +14,7 @@ from small_specs import prove_kernel, spec
 from mkgen.check import check_plan
 from mkgen.graph.build import build_graph
 from mkgen.pack.image import expert_image
+from mkgen.plan.layout import layout_hash
 from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Step, walk
 from mkgen.prove.coverage import pieces
@@ -136,3 +137,11 @@ def test_the_mini_has_both_ways():
 @pytest.mark.parametrize("fmt, activations", [("mxfp4", "f32"), ("nvfp4", "bf16"), ("int4_g32_zero", "bf16")])
 def test_kernel_equals_reference(fmt, activations):
     prove_kernel(made(fmt, activations, (4,)))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_a_build_can_leave_it_out(fmt):
+    """For rows that choose alike: no expert has a row of its own then. Packed weights stay what they are."""
+    with_it, without = (planned(made(fmt, "bf16", lone_experts=lone)) for lone in (True, False))
+    assert "one" in ways(with_it) and "one" not in ways(without) and "taker" not in without.buffers
+    assert layout_hash(with_it) == layout_hash(without) and not list(check_plan(without))

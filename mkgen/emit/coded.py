@@ -30,6 +30,7 @@ class Coded:
     terms: int
     on_tape: bool
     rolled: bool                         # are there loops over panels?
+    lone: bool                           # may experts be multiplied for the one row that chose them?
 
     @property
     def products(self) -> tuple[Section, ...]:
@@ -59,11 +60,11 @@ class Coded:
     def few(self) -> dict[str, int]:
         """Constant of a product's format -> the most decode rows that are multiplied row after row."""
         tape = {constant(s.format, s.group): few_rows(s.format, s.group, self.terms) for s in self.streamed}
-        return tape | {self.kind(s): expert_rows(s.format, s.group, self.terms) for s in self.routed}
+        return tape | {self.kind(s): expert_rows(s.format, s.group, self.terms, self.lone) for s in self.routed}
 
     def kind(self, s: Section) -> str:
         """The name of the format of an expert's section: another than on the tape, if it is multiplied in another way."""
-        way = [of(s.format, s.group, self.terms) for of in (few_rows, expert_rows)]
+        way = few_rows(s.format, s.group, self.terms), expert_rows(s.format, s.group, self.terms, self.lone)
         return constant(s.format, s.group, way[0] != way[1] and any((s.format, s.group) == (t.format, t.group) for t in self.streamed))
 
     @property
@@ -138,4 +139,4 @@ def coded(plan: Plan) -> Coded:
     routed = [s for image in plan.experts for s in (image.up, image.down) if s.group]
     terms = 2 if plan.spec.build.activations == "f32" else 1
     return Coded(tuple(streamed), tuple(routed), tuple(blocks), terms, bool(streamed or blocks),
-                 bool(streamed) or any(not image.straight for image in plan.experts))
+                 bool(streamed) or any(not image.straight for image in plan.experts), plan.spec.build.lone_experts)

@@ -120,11 +120,11 @@ def few_rows(fmt: str, group: int, terms: int) -> int:
     return 4 if terms == 1 else 6
 
 
-def expert_rows(fmt: str, group: int, terms: int) -> int:
-    """`few_rows` of an expert: all, if that takes an MXU no longer than a push of bf16. Most experts are then multiplied for the one
-    row that chose them, and a row's numbers are the same whether it was alone."""
+def expert_rows(fmt: str, group: int, terms: int, lone: bool) -> int:
+    """`few_rows` of an expert. lone: one that one row chose is multiplied for that row alone; then all rows are few, if that takes an
+    MXU no longer than a push of bf16, so that a row's numbers are the same whether it was alone."""
     few = few_rows(fmt, group, terms)
-    return ROWS_PADDED if few and ROWS_PADDED * terms * DEPTH // group <= 128 else few
+    return ROWS_PADDED if lone and few and ROWS_PADDED * terms * DEPTH // group <= 128 else few
 
 
 def widens(fmt: str, group: int) -> bool:

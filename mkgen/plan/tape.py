@@ -129,7 +129,6 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     this code once, so of equal time the shortest is taken: all of it has to be compiled and fetched for one run."""
     n = sum(p.width for p in parts)
     found: list[tuple[tuple[float, int, float], Matrix]] = []
-    both: dict[str, float] = {}              # layout -> least copying and multiplying, one behind the other
 
     def offer(layout: str, k_padded: int, n_padded: int, block_k: int, block_n: int) -> None:
         one = Matrix(name, parts, layout, k, n, k_padded, n_padded, block_k, block_n, whole, fmt, group)
@@ -138,7 +137,6 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
         for turn in range(1, 1 + (1 if group else min(one.blocks, MOST_UNROLL))):
             m = replace(one, turn=turn)
             copy, compute, fetch = seconds(m, target, rows, terms)
-            both[layout] = min(both.get(layout, math.inf), copy + compute)
             if turn == 1 or fetch * target.clock_hz <= FETCH * MOST_CYCLES:
                 found.append(((round(max(copy, compute) * 1e9), m.rows, compute + fetch), m))
 
@@ -158,7 +156,6 @@ def plan_matrix(name: str, parts: tuple[Part, ...], k: int, whole: bool, slot_ro
     if not found:
         raise MkgenError(f"{name}: no block of [{k}, {n}] fits into build.block_kib = {slot_rows // 2}\n"
                          f"  why: a ring slot holds a whole block, at least 128 columns of a part of K\n  fix: raise build.block_kib")
-    found = [f for f in found if f[1].layout == min(both, key=both.get)]
     found.sort(key=lambda f: f[0])
     shape = replace(found[0][1], turn=1)                    # for any number: packed weights do not depend on the schedule
     fit = [f for f in found if f[1].turn <= unroll]

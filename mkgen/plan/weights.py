@@ -292,7 +292,7 @@ class Weights:
         """The left operand of an expert's matrix, as its format wants it."""
         if not s.group:
             return self.expert_buffer(name, (fold * ROWS_PADDED, s.k), self.build.activations, "left operand" + ", parts of K in rows" * (fold > 1))
-        few, chunks = expert_rows(s.format, s.group, self.terms), -(-s.k // DEPTH)
+        few, chunks = expert_rows(s.format, s.group, self.terms, self.build.lone_experts), -(-s.k // DEPTH)
         rows = round_up(max(left_rows(s.format, s.group, r, self.terms, few) for r in self.build.rows), 16)    # whole tiles of bf16
         name = self.expert_buffer(name, (chunks, rows, DEPTH), "bf16", "left operand, block-diagonal")
         if s.kind.zero:
@@ -303,9 +303,9 @@ class Weights:
         """Is an expert that one row chose multiplied for that row alone? Where each row has lines of its own in all left operands; two
         rows take no longer than one. Eight experts are marked in a word, and a word says which of the others are not zero."""
         images = self.memory.experts.values()
-        few = [expert_rows(s.format, s.group, self.terms) if s.group else 0 for image in images for s in (image.up, image.down)]
+        few = [expert_rows(s.format, s.group, self.terms, self.build.lone_experts) if s.group else 0 for image in images for s in (image.up, image.down)]
         scaled = any(op.scale_input for sub in self.memory.graph.ffns.values() for op in sub.ops if op.kind == "routed_experts")
-        return not scaled and 2 < max(self.build.rows) <= min(few) and all(image.local_experts <= 256 for image in images)
+        return self.build.lone_experts and not scaled and 2 < max(self.build.rows) <= min(few) and all(image.local_experts <= 256 for image in images)
 
     def top_k(self, image: ExpertImage) -> int:
         """Of a kind of routed experts."""

@@ -103,6 +103,7 @@ class Build:
     expert_slots: int = 4
     kv_slots: int = 16
     kv_batch: int = 8                            # tiles that are computed at a time
+    lone_experts: bool = True                    # an expert that one of several rows chose is multiplied for that row alone, where its format allows it
     late_refills: int = 0                        # of the ring, the last in front of a layer's experts, which wait for these; 0: those behind the choice
     reduce: dict[str, str] = field(default_factory=dict)       # sum over the ranks, or 'rest' -> auto | scatter | groups of ranks, see exchanges.py
     gather: str = "auto"                         # groups of ranks, innermost first: 'chip_core host'

@@ -49,7 +49,7 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     moe = any(isinstance(f, Moe) for f in model.ffns.values())
     cached = any(op.kind == "attention" or s.positional for sub in plan.graph.sublayers() for op in sub.ops for s in op.states())
     out = [variants(build, rows), number("ring_depth", build, {max(2, round(build.ring_depth * times)) for times in DEPTHS})]
-    out += [number("expert_slots", build, SLOTS), late_refills(build)] * moe
+    out += [number("expert_slots", build, SLOTS), late_refills(build), choice("lone_experts", (True, False))] * moe
     out += [split(build)] * (moe and build.ranks > 1)
     out += [*exchanges(plan), *families(model, neighbours(build.mesh))] * (build.ranks > 1)
     out += [blocks(build), number("unroll", build, UNROLL)]
