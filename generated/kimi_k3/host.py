@@ -38,17 +38,17 @@ SPEC = {
 }
 PLAN = {
     "chip": "tpu7x",
-    "layout_hash": "02a579c316d60daf",  # of the packed weights that this module reads
-    "tape_rows": 7184232,  # u32 rows of 512 bytes on a rank
+    "layout_hash": "76e4c9909a3adee8",  # of the packed weights that this module reads
+    "tape_rows": 7092584,  # u32 rows of 512 bytes on a rank
     "ring_depth": 14,
-    "padding_fraction": 0.016567,  # beyond the true bytes of a step, at 1 rows
+    "padding_fraction": 0.005934,  # beyond the true bytes of a step, at 1 rows
     "vmem_bytes": {1: 50170880, 8: 52715520},  # by rows
-    "bytes_per_core": {1: 49142710272, 8: 50118475776},  # in HBM, by rows
+    "bytes_per_core": {1: 49095786496, 8: 50071552000},  # in HBM, by rows
 }
 RANKS = SPEC["ranks"]
 
 WEIGHTS = {  # u32 shape on one rank
-    "tape": (7184232, 128),
+    "tape": (7092584, 128),
     "experts": (20608, 4288, 128),
     "embedding": (143360, 128),
 }
@@ -64,9 +64,9 @@ SCHEDULE = {  # the sub-layer of each layer
 CHUNK_ROWS = {  # u32 rows of each chunk that a sub-layer reads
     "begin": [],
     "kda": [3672, 640] + 12 * [3584] + [64] + 3 * [3584],
-    "mla": [2328] + 3 * [3584] + [3856, 768, 768] + 3 * [3584],
+    "mla": [2328] + 3 * [3584] + [3472, 768, 768] + 3 * [3584],
     "dense": [88] + 17 * [3584] + 8 * [3696],
-    "moe": [984] + 4 * [3584] + [2688, 2688, 8, 3616],
+    "moe": [984, 3136] + 3 * [3584] + [2688, 2688, 8, 3168],
     "end": [88] + 35 * [4096],
 }
 FACT_COLUMNS = {  # further data, one number a layer

@@ -881,14 +881,14 @@ def mla_mixer(m, layer, index, g):
     # -- mla.kv_norm
     m.latent[...] = rms_norm(m.kv_a_whole[:, 0:512], vector(m, g, 8, 8, bf16), 1e-06)
     # -- mla.q_b
-    m.q_b_y[...] = dot(m.q_latent[...], panels(m, g, 16, 1536, 640))
+    m.q_b_y[...] = dot_t(m.q_latent[...], columns(m, g, 16, 1536, 576))
     # -- mla.attention
     kv = open_cache(
         m, "cache", m.cache_tiles, m.kv_items, m.kv_count, (0, 1, 2, 3, 4), (0, 1, 2, 3), 192**-0.5
     )
     g = next_chunk(m, g)  # k_up 0
     k_up = (panels(m, g, h * 256, 512, 128) for h in range(3))
-    put_queries(kv, mla_queries(kv, heads_of(m.q_b_y[:, 0:576], 192), k_up, 128))
+    put_queries(kv, mla_queries(kv, heads_of(m.q_b_y[...], 192), k_up, 128))
     token = jnp.concatenate([m.latent[...], m.kv_a_whole[:, 512:576]], axis=1)
     put_token(kv, pad_lanes(token, 640))
     tape_copy(m, g + RING_DEPTH).start()
@@ -972,8 +972,8 @@ def moe_ffn(m, layer, index, g):
     m.router_y[...] = dot_t(m.h[...], columns(m, g, 88, 7168, 32))
     g = next_chunk(m, g)  # latent_down 0
     # -- moe.latent_down
-    m.latent_down_y[...] = dot(m.h[...], panels(m, g, 0, 7168, 128))
-    gather_start(m, (ALL,), m.router_y[:, 0:28], m.latent_down_y[:, 0:112])
+    m.latent_down_y[...] = dot_t(m.h[...], columns(m, g, 0, 7168, 112))
+    gather_start(m, (ALL,), m.router_y[:, 0:28], m.latent_down_y[...])
     tape_copy(m, g + RING_DEPTH).start()
     g += 1
     # -- moe.shared_gate_up
@@ -1029,9 +1029,9 @@ def moe_ffn(m, layer, index, g):
     # -- moe.latent_norm
     m.routed_norm[...] = rms_norm(m.routed[...], vector(m, g, 0, 32), 1e-05)
     # -- moe.latent_up
-    m.latent_up_y[...] = dot(m.routed_norm[...], panels(m, g, 32, 3584, 256))
+    m.latent_up_y[...] = dot_t(m.routed_norm[...], columns(m, g, 32, 3584, 224))
     # -- moe.sum
-    m.out[...] = m.latent_up_y[:, 0:224] + m.shared_out_run[...]
+    m.out[...] = m.latent_up_y[...] + m.shared_out_run[...]
     gather_start(m, (ALL,), m.out[...])
     g = next_chunk(m, g)  # the next sub-layer's
     # -- moe.past
@@ -1093,7 +1093,7 @@ OPERANDS = {  # name: where
     "positions": pltpu.SMEM,  # position of each row; -1: inactive
     "chunks": pltpu.SMEM,  # first row and rows of each chunk of the tape
     "facts": pltpu.SMEM,  # per-layer data, FACTS words a layer
-    "tape": pl.ANY,  # u32 [7184232, 128]
+    "tape": pl.ANY,  # u32 [7092584, 128]
     "experts": pl.ANY,  # u32 [20608, 4288, 128]
     "embedding": pl.ANY,  # u32 [143360, 128]
 }
@@ -1150,7 +1150,7 @@ def places(rows):
         "g_y": vmem((8, 384), f32),  # g, not rounded
         "q_latent": vmem((8, 1536), f32),  # rms norm
         "latent": vmem((8, 512), f32),  # rms norm
-        "q_b_y": vmem((8, 640), f32),  # q, not rounded
+        "q_b_y": vmem((8, 576), f32),  # q, not rounded
         "cache_tiles": vmem((16, 5, 128, 128), u32),  # tiles of the cache, one a slot
         "cache_token": vmem((5, 8, 128), u32),  # the new token of each row
         "cache_old": vmem((rows, 5, 1, 128), u32),  # the words that it goes into
@@ -1168,7 +1168,7 @@ def places(rows):
         "act": vmem((8, 1056), f32),  # gated activation
         "down_y": vmem((8, 7168), f32),  # out, not rounded
         "router_y": vmem((8, 32), f32),  # router_logits, not rounded
-        "latent_down_y": vmem((8, 128), f32),  # latent_in, not rounded
+        "latent_down_y": vmem((8, 112), f32),  # latent_in, not rounded
         "router_logits_whole": vmem((8, 896), f32),  # router_logits of all ranks
         "latent_in_whole": vmem((8, 3584), f32),  # latent_in of all ranks
         "shared_gate_up_y": vmem((8, 384), f32),  # shared_gate | shared_up, not rounded
@@ -1188,7 +1188,7 @@ def places(rows):
         "shared_out_run": vmem((8, 224), f32),  # this rank's columns of shared_out
         "routed_run": vmem((8, 112), f32),  # this rank's columns of routed
         "routed_norm": vmem((8, 3584), f32),  # rms norm
-        "latent_up_y": vmem((8, 256), f32),  # routed_out, not rounded
+        "latent_up_y": vmem((8, 224), f32),  # routed_out, not rounded
         "out": vmem((8, 224), f32),  # add
         "out_whole": vmem((8, 7168), f32),  # out of all ranks
         "best_logit": vmem((8, 1), f32),  # the largest logit here
