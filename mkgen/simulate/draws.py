@@ -23,7 +23,7 @@ def steps_for(plan: Plan, draws: int = DRAWS) -> int:
 
 def draw_experts(plan: Plan, rows: int, steps: int, seed: int = 0, tokens: str = ROWS) -> np.ndarray:
     """int [steps, routing layers, 2]: the most distinct experts that any expert-parallel group is asked for, and how many of these one
-    row alone asks for.
+    row alone asks for: all but the most that several rows ask any group for, which take longer. So no group is slower than that.
 
     Each row takes top_k distinct ones, all sets equally likely (also where a router picks groups first). identical: all rows
     take the same. A group holds a run of local_experts; every layer waits for its busiest one."""
@@ -41,14 +41,13 @@ def draw_experts(plan: Plan, rows: int, steps: int, seed: int = 0, tokens: str =
 
 
 def busiest(rng: np.random.Generator, draws: int, rows: int, experts: int, top_k: int, local: int) -> np.ndarray:
-    """int [draws, 2]: the largest number of distinct chosen experts in any run of `local` of them, and how many of these one row chose;
-    of runs with equally many, that with the fewest such."""
+    """int [draws, 2]: the largest number of distinct chosen experts in any run of `local` of them, and that less the largest number
+    which several rows chose."""
     groups = -(-experts // local)
     asked = np.zeros((draws, groups * local), np.int8)
     for _ in range(rows):
         chosen = np.argpartition(rng.random((draws, experts), np.float32), top_k - 1, axis=1)[:, :top_k]
         np.put_along_axis(asked, chosen, np.take_along_axis(asked, chosen, axis=1) + 1, axis=1)
     asked = asked.reshape(draws, groups, local)
-    distinct, alone = (asked > 0).sum(axis=2), (asked == 1).sum(axis=2)
-    group = np.argmax(distinct * (local + 1) - alone, axis=1)[:, None]
-    return np.concatenate([np.take_along_axis(x, group, axis=1) for x in (distinct, alone)], axis=1)
+    distinct, several = ((asked >= rows_least).sum(axis=2).max(axis=1) for rows_least in (1, 2))
+    return np.stack([distinct, distinct - several], axis=1)

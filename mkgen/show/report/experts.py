@@ -35,7 +35,7 @@ class Imbalance:
 def imbalance(plan: Plan, image: ExpertImage, rows: int, draws: int = DRAWS, seed: int = 0) -> Imbalance:
     """`draws` layers with `rows` rows each, drawn as the simulator draws them."""
     top_k = plan.spec.model.ffns[image.kind].top_k
-    found = busiest(np.random.default_rng(seed), draws, rows, image.experts, top_k, image.local_experts)
+    found = busiest(np.random.default_rng(seed), draws, rows, image.experts, top_k, image.local_experts)[:, 0]
     share = tuple((n, float(c) / draws) for n, c in enumerate(np.bincount(found)) if c)
     return Imbalance(image.kind, plan.mesh.ranks // image.tensor_parallel, image.local_experts, image.expert_bytes,
                      distinct_experts(plan, image, rows), float(found.mean()), share, image.layers)
