@@ -20,7 +20,7 @@ from mkgen.check.run import AbstractRun
 from mkgen.check.scenario import scenarios
 from mkgen.check.shorten import shorten
 from mkgen.check.tape import check_tape
-from mkgen.check.values import Ledger
+from mkgen.check.values import Ledger, check_changes
 from mkgen.plan.plan import Plan
 
 __all__ = ["Finding", "check_plan", "examined"]
@@ -31,6 +31,7 @@ def check_plan(plan: Plan, rows: Iterable[int] | int | None = None) -> list[Find
     variants = plan.spec.build.rows if rows is None else (rows,) if isinstance(rows, int) else tuple(rows)
     report = Report()
     guarded(report, "tape", lambda: check_tape(plan, report))
+    guarded(report, "values", lambda: check_changes(plan, report))
     for n in variants:
         guarded(report, f"memory, {n} rows", lambda n=n: check_memory(plan, n, report))
         guarded(report, f"exchanges, {n} rows", lambda n=n: check_places(plan, n, report))

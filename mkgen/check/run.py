@@ -29,7 +29,8 @@ class AbstractRun:
         self.spread = Spread(model.plan, report)
         self.columns = Columns(model.plan, self.spread.ops, report)
         self.g = self.base = self.turn = self.routed = 0
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # experts that the sub-layer wants
+        self.computed = 0  # pieces of these
         self.region: Region | None = None
         self.read: set[int] = set()  # entries of the current chunk that have been read
         self.walkers = {
@@ -47,12 +48,13 @@ class AbstractRun:
         """All regions, then the end. Returns the sequence of exchanges."""
         for layer, index, region in self.model.short.regions:
             self.turn += 1
-            self.region, self.base = region, self.g
+            self.region, self.base, self.ids, self.computed = region, self.g, [], 0
             self.values.enter(region.name)
             self.columns.enter()
             scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
             kv = self.model.cache(self.m, region.name)
             self.nodes(region.body.nodes, scope | ({} if kv is None else {"kv": kv}))
+            self.every_expert()
         self.finish()
         return self.exchanges.trace
 
@@ -169,10 +171,17 @@ class AbstractRun:
             self.fill_tables(n, scope)
         except BadExpression as e:
             self.bad(where, e)
+        self.computed += key == ("experts", "expert")
         self.exchanges.step(n, where)
         self.values.step(n, where)
         self.spread.step(n, where)
         self.columns.step(n, where)
+
+    def every_expert(self) -> None:
+        """Each expert that was wanted is computed once, whichever of a loop's steps does it."""
+        wanted = len(self.ids) * self.model.pieces(self.region.name) if self.ids else 0
+        if self.computed != wanted:
+            self.report.add("data", self.where("experts"), f"{self.computed} pieces of experts are computed", f"{wanted} were wanted")
 
     def scopes(self, touch, scope: dict):
         for value in self.text.value(touch.over, scope) if touch.var else (None,):

@@ -133,8 +133,8 @@ SEVERAL = -7  # rows that chose an expert, as the kernel lists them
 
 
 def lone_row(n: int, rows: int) -> int:
-    """The row that alone chose the n-th expert of a list: one after another, then an expert that several chose."""
-    return n % (rows + 1) if n % (rows + 1) < rows else SEVERAL
+    """The row that alone chose the n-th expert of a list: one after another; several chose every other expert."""
+    return n // 2 % rows if n % 2 == 0 else SEVERAL
 
 
 def expert_ids(count: int, local: int) -> list[int]:

@@ -6,9 +6,20 @@ from mkgen.check.exchange import named
 from mkgen.check.findings import Report
 from mkgen.check.steps import accumulates, scratch
 from mkgen.plan.plan import Plan
-from mkgen.plan.regions import Collective, Step
+from mkgen.plan.regions import Collective, Step, walk
 
 PROLOGUE = {"position_column"}  # made before the first sub-layer
+
+
+def check_changes(plan: Plan, report: Report) -> None:
+    """Of an op that makes a value for later sub-layers, steps write it: a value that is carried was always made before."""
+    for sub in plan.graph.sublayers():
+        steps = [n for n in walk(plan.regions[sub.name].body) if isinstance(n, Step)]
+        for op in sub.ops:
+            written = {name for n in steps if n.op == op.name for name in n.writes}
+            for name in (v.name.replace(".", "_") for v in op.changes()):
+                if name not in written:
+                    report.add("value", f"{sub.name}/{op.name}", f"does not write {name}", "later sub-layers take it from this one")
 
 
 class Ledger:

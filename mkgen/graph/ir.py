@@ -87,6 +87,10 @@ class Op:
     def outputs(self) -> tuple[Value, ...]:
         raise TypeError(f"{type(self).__name__} states no outputs")
 
+    def changes(self) -> tuple[Value, ...]:
+        """Carried values that the op makes or changes for later sub-layers, beyond its outputs: steps of the op write each of them."""
+        return ()
+
     def weights(self) -> tuple[Weight, ...]:
         return ()
 

@@ -34,6 +34,10 @@ class WeighPast(Op):
     def outputs(self):
         return ()
 
+    def changes(self):
+        opened = () if self.opens is None else (self.running, self.snapshots)
+        return (self.past, self.sums, *opened)
+
     def cost(self):
         return Cost(flops=6 * self.running.width * self.snapshots.planes)
 
