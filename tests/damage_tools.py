@@ -117,7 +117,7 @@ def alive(plan: Plan, region: str, n: Start | Wait, reached: int = 1) -> bool:
     """Is the copy made in some step? reached: by how many items the list must exceed the slots."""
     text = " ".join((*n.args, n.when or ""))
     build = plan.spec.build
-    slots = {"EXPERTS_AHEAD": build.experts_ahead, "FIRST_EXPERTS": build.first_experts, "KV_SLOTS": build.kv_slots}
+    slots = {"EXPERTS_AHEAD": build.experts_ahead, "FIRST_EXPERTS": build.experts_at_once, "KV_SLOTS": build.kv_slots}
     return all(most(plan, region, name) >= size + reached for name, size in slots.items() if name in text)
 
 

@@ -167,7 +167,7 @@ def step_dropped(plan, r):
         if not isinstance(n, Step) or (n.template, n.macro) == ("attention", "cache"):
             return False
         rest = (n.template, n.macro) == ("experts", "take_rest")
-        return not rest or most(plan, n.args["image"].kind, "EXPERT_SLOTS") > plan.spec.build.first_experts
+        return not rest or most(plan, n.args["image"].kind, "EXPERT_SLOTS") > plan.spec.build.experts_at_once
 
     return changed(plan, r, hit, lambda n: ())
 

@@ -207,7 +207,7 @@ def test_an_experts_biases_lie_in_its_image():
     plan, params = make_plan(made, graph, load_target("tpu7x")), RandomParams(graph, 1, made)
     image, = plan.experts
     held = [expert_image(plan, image, rank, params)[1 * 6 + 4].view(np.float32) for rank in range(2)]
-    line = lambda rank, which: held[rank][image.bias_row(which):][:image.place(which)[2]].reshape(-1)
+    line = lambda rank, which: held[rank][image.bias_row(which):].reshape(-1)[:image.place(which)[2]]
     gate, up, down = (params.expert(plan.weights[name], 1, 4) for name in image.biases)
     for which, want in ((0, gate), (1, up)):
         mine = [line(0, which)[:image.width], line(1, which)[:45 - image.width]]

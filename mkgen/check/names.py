@@ -41,7 +41,8 @@ def constants(plan: Plan) -> dict[str, int]:
         "KV_SLOTS": build.kv_slots,
         "KV_BATCH": max(1, min(build.kv_batch, build.kv_slots // 2, max(build.rows) * (build.context // build.kv_tile))),
         "EXPERT_SLOTS": build.expert_slots,
-        "FIRST_EXPERTS": build.first_experts,
+        "EXPERT_BATCH": build.expert_batch,
+        "FIRST_EXPERTS": build.experts_at_once,
         "EXPERTS_AHEAD": build.experts_ahead,
     }
     out |= {f"LOCAL_EXPERTS{image.suffix.upper()}": image.local_experts for image in plan.experts}

@@ -10,7 +10,7 @@ from mkgen.check.model import Model
 from mkgen.check.refs import BadExpression
 from mkgen.check.scenario import Scenario, lone_row
 from mkgen.check.spread import Spread
-from mkgen.check.steps import PLAIN, TOUCHES, box_of, own_weights
+from mkgen.check.steps import PLAIN, RUN_EXPERTS, TOUCHES, box_of, own_weights
 from mkgen.check.values import Ledger, Values
 from mkgen.plan.plan import Region
 from mkgen.plan.regions import Advance, Branch, Collective, Loop, Node, Seq, Start, Step, Wait
@@ -164,6 +164,7 @@ class AbstractRun:
             if reads or writes:
                 touch = TOUCHES.get(key, PLAIN)
                 for inner in self.scopes(touch, scope):
+                    self.computed += key in RUN_EXPERTS
                     data = touch.data is None or self.text.value(touch.data, inner)
                     self.touch(where, reads, writes, inner, data)
             if "ring" in reads:
@@ -171,7 +172,6 @@ class AbstractRun:
             self.fill_tables(n, scope)
         except BadExpression as e:
             self.bad(where, e)
-        self.computed += key == ("experts", "expert")
         self.exchanges.step(n, where)
         self.values.step(n, where)
         self.spread.step(n, where)

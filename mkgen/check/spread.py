@@ -20,6 +20,7 @@ from mkgen.plan.tape import Matrix
 EACH_RANK = {
     ("experts", "begin"): "y",
     ("experts", "expert"): "y",
+    ("experts", "batch"): "y",
     ("ends", "embed"): "x",
     ("gated_norm", "squares"): "squares",
 }

@@ -31,9 +31,11 @@ TOUCHES = {  # (template, macro): all others work in the scope that they stand i
     ("attention", "attend"): Touch(
         "i", "range(batch * KV_BATCH, min((batch + 1) * KV_BATCH, kv.count[0]))", (("row", "kv_row(kv, i)"),)
     ),
+    ("experts", "batch"): Touch("i", "range(batch * EXPERT_BATCH, min((batch + 1) * EXPERT_BATCH, m.expert_count[0]))"),
     ("attention", "words"): Touch("row", "active_rows(m)"),
     ("ends", "embed"): Touch("row", "range(m.rows)", data="embed_here(m, row)"),
 }
+RUN_EXPERTS = (("experts", "expert"), ("experts", "batch"))
 SLOTS = (("ring", "g"), ("expert_slot", "i"), ("_tiles", "i"))  # buffer or suffix: slot = this name mod the slots
 OWN = ("expert_x", "expert_up", "expert_h", "expert_out")  # of an expert; with the kind behind, where kinds differ
 PLAIN = Touch()
@@ -41,7 +43,7 @@ PLAIN = Touch()
 
 def scratch(step: Step, name: str) -> bool:
     """Is it the step's own affair, made and read within it?"""
-    if (step.template, step.macro) != ("experts", "expert"):
+    if (step.template, step.macro) not in RUN_EXPERTS:
         return False
     return name.removesuffix("_sums") in {own + suffix for own in OWN for suffix in ("", step.args["image"].suffix)}
 
@@ -106,7 +108,7 @@ def accumulates(step: Step) -> str | None:
         step.macro == "block"
         and isinstance(m, Matrix)
         and m.k_blocks > 1
-        or (step.template, step.macro) == ("experts", "expert")
+        or (step.template, step.macro) in RUN_EXPERTS
     ):
         return step.args["y"][2:]
     return None

@@ -107,6 +107,11 @@ class Coded:
         return any(s.k % DEPTH for s in self.products)
 
     @property
+    def parts(self) -> bool:
+        """Do parts of K lie side by side?"""
+        return any(s.parts > 1 for s in self.products)
+
+    @property
     def formats(self) -> dict[str, str]:
         """Constant -> the arguments of its Format."""
         return {name: self.arguments(name, s.format, s.group) for name, s in sorted(self.named.items())}
@@ -130,6 +135,8 @@ class Coded:
             args += [f"zeros_at={s.zeros_at + at}", f"zero_rows={s.zero_rows}"]
         if s.column_rows:
             args.append(f"columns_at={s.columns_at + at}")
+        if s.parts > 1:
+            args += [f"parts={s.parts}", f"span={s.span}"]
         return f"Section({', '.join(args)})"
 
 

@@ -77,7 +77,7 @@ def rounding(plan: Plan) -> dict:
 def expert_steps(plan: Plan) -> list[dict]:
     """The arguments of the step that runs an expert, of each kind of routed experts; not those of the step that does for one row."""
     steps = (n for r in plan.regions.values() for n in walk(r.body) if isinstance(n, Step))
-    return [n.args for n in steps if (n.template, n.macro) == ("experts", "expert") and n.args["lone"] != "one"]
+    return [n.args for n in steps if n.template == "experts" and n.macro in ("expert", "batch") and n.args.get("lone") != "one"]
 
 
 def cache_features(plan: Plan) -> set[str]:

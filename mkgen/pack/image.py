@@ -178,7 +178,7 @@ def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, code
     """
     if coded.format != image.format:
         raise ValueError(f"{coded.format} into an image of {image.format}")
-    section, first, panels = image.place(which)
+    section, first, _ = image.place(which)
     mine = slice(part * image.width, (part + 1) * image.width)
     if section is image.up:
         coded = coded.outputs(mine.start, mine.stop)
@@ -189,16 +189,16 @@ def put_expert(image: ExpertImage, rows: np.ndarray, which: int, part: int, code
     check(coded, image.weights[which])
     fold = image.fold if section is image.up else 1
     for nth in range(fold):
-        sections.put(rows, section, coded.inputs(nth * section.k, (nth + 1) * section.k) if fold > 1 else coded, nth * image.width, first)
+        sections.put(rows, section, coded.inputs(nth * section.k, (nth + 1) * section.k) if fold > 1 else coded, first + nth * image.step)
 
 
 def put_expert_bias(image: ExpertImage, rows: np.ndarray, which: int, part: int, bias: np.ndarray) -> None:
     """Part `part` of the which-th of `image.biases`; that of down is added once, with the first part."""
-    section, _, panels = image.place(which)
+    section, _, columns = image.place(which)
     mine = bias[part * image.width:(part + 1) * image.width] if section is image.up else bias if part == 0 else bias[:0]
-    line = np.zeros(panels * LANES, np.float32)
+    line = np.zeros(columns, np.float32)
     line[:len(mine)] = mine
-    rows[image.bias_row(which):image.bias_row(which) + panels] = line.view(np.uint32).reshape(panels, LANES)
+    rows[image.bias_row(which):image.bias_row(which) + columns // LANES] = line.view(np.uint32).reshape(-1, LANES)
 
 
 def put_expert_everywhere(image: ExpertImage, images: dict[int, np.ndarray], index: int, expert: int, which: int,

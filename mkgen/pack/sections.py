@@ -12,11 +12,11 @@ from mkgen.plan.section import Section
 OFFSET = 8                                   # a stored int4 code is q - 8 where there are zero points, and so is the zero point
 
 
-def put(rows: np.ndarray, s: Section, c: Coded, at: int, panel: int = 0) -> None:
-    """c [n, k] into columns `at`.. behind the first `panel` panels of the section that begins in rows[0] + s.at. What is left of
-    K and of the columns stays as it is: zero, where nothing has been written."""
+def put(rows: np.ndarray, s: Section, c: Coded, at: int) -> None:
+    """c [n, k] into columns `at`.. of the section that begins in rows[0] + s.at. What is left of K and of the columns stays as it
+    is: zero, where nothing has been written."""
     def view(first: int, each: int) -> np.ndarray:
-        return rows[first:first + s.panels * each].reshape(s.panels, each, LANES)[panel:]
+        return rows[first:first + s.panels * each].reshape(s.panels, each, LANES)
 
     put_columns(view(s.at, s.panel_rows), code_words(c, s.panel_rows), at)
     if s.scale_rows:
@@ -28,10 +28,10 @@ def put(rows: np.ndarray, s: Section, c: Coded, at: int, panel: int = 0) -> None
         put_columns(view(s.columns_at, 1), _words(column, 1), at)
 
 
-def take(rows: np.ndarray, s: Section, k: int, n: int, at: int = 0, panel: int = 0) -> Coded:
-    """Inverse of `put`: the [n, k] in columns `at`.. behind the first `panel` panels."""
+def take(rows: np.ndarray, s: Section, k: int, n: int, at: int = 0) -> Coded:
+    """Inverse of `put`: the [n, k] in columns `at`.."""
     def part(first: int, each: int) -> np.ndarray:
-        panels = rows[first:first + s.panels * each].reshape(s.panels, each, LANES)[panel:]
+        panels = rows[first:first + s.panels * each].reshape(s.panels, each, LANES)
         return np.ascontiguousarray(panels.swapaxes(1, 2).reshape(-1, each)[at:at + n])
 
     f, words = s.kind, part(s.at, s.panel_rows)

@@ -17,7 +17,7 @@ OPERAND = "experts"                      # of the kernel; with the kind's name b
 @dataclass(frozen=True)
 class ExpertImage:
     """gate | up [k / fold, 2 width_padded] (up alone, where experts are not gated), then down [width_k, out_padded], then their biases as
-    rows of 128 f32, a row a panel; sections padded to 8 rows.
+    rows of 128 f32, a row a panel; sections padded to 8 rows. joint: gate's columns end where up's begin, [k / fold, fold 2 width].
 
     An expert that is too large for a slot is cut along its hidden width into `pieces`, each an expert of its own whose outputs add up.
 
@@ -42,6 +42,7 @@ class ExpertImage:
     bias_at: int = 0
     pieces: int = 1
     fold: int = 1                        # parts of K that lie side by side in a panel's columns, of gate and up; see `folds`
+    joint: bool = False                  # these parts are of gate and up together; see `joins`
 
     @property
     def width_padded(self) -> int:
@@ -85,6 +86,8 @@ class ExpertImage:
         Where groups have scales a dot is no deeper than the MXU, and either takes the next."""
         if not self.straight:
             return str(self.up.wide)
+        if self.joint:
+            return f"(range({self.up.panels}),)"
         inner = self.width_padded // LANES
         most = inner if self.fold > 1 else DEPTH // LANES
         parts = [range(at, min(at + most, inner)) for at in range(0, inner, most)]
@@ -115,17 +118,26 @@ class ExpertImage:
         return (weights + biases) // self.tensor_parallel
 
     def place(self, which: int) -> tuple[Section, int, int]:
-        """Where the which-th of `weights` lies: its section, its first panel there, its panels."""
+        """Where the which-th of `weights` lies: its section, its first column there, its columns with those of all parts of K."""
         inner = len(self.weights) - 1
         if which == inner:
-            return self.down, 0, self.down.panels
-        panels = self.up.panels // inner
-        return self.up, which * panels, panels
+            return self.down, 0, self.down.panels * LANES
+        return self.up, which * self.beside, self.fold * self.up.span if self.joint else self.beside
+
+    @property
+    def beside(self) -> int:
+        """Columns from gate to up, in one part of K where they are joint."""
+        return self.width if self.joint else self.width_padded
+
+    @property
+    def step(self) -> int:
+        """Columns from one part of K to the next."""
+        return self.up.span if self.joint else self.width
 
     def bias_row(self, which: int) -> int:
         """The row where the which-th bias begins: one row for each panel of its matrix."""
         section, first, _ = self.place(which)
-        return self.bias_at + first + (self.up.panels if section is self.down else 0)
+        return self.bias_at + first // LANES + (self.up.panels if section is self.down else 0)
 
 
 def plan_experts(name: str, kind: str, fmt: str, layers: int, experts: int, expert_parallel: int, tensor_parallel: int, k: int,
@@ -151,14 +163,16 @@ def cut_experts(name: str, kind: str, fmt: str, layers: int, experts: int, exper
     share = min(f.group, SHARE) or 1                     # the width of a piece is a multiple of it: no scale lies in two pieces
     local = width if shares == 1 else round_up(-(-width // shares), share)
     unit = 16 if fmt == "bf16" else SHARE
-    fold = 1 if biases else folds(fmt, k, local)
-    up = Section(fmt, f.group, 0, round_up(k, unit) // fold, inner * round_up(fold * local, LANES) // LANES)
+    joined = 0 if biases else joins(fmt, k, local, inner)
+    fold = joined or (1 if biases else folds(fmt, k, local))
+    panels = joined * inner * local // LANES or inner * round_up(fold * local, LANES) // LANES
+    up = Section(fmt, f.group, 0, round_up(k, unit) // fold, panels, joined or 1, inner * local if joined else 0)
     cut = stored_group(fmt, [part * local for part in range(shares)])
     down = Section(fmt, cut, up.end, round_up(local, unit), round_up(out, LANES) // LANES)
     row = down.end
     bias_at, bias_rows = (row, up.panels + down.panels) if biases else (0, 0)
     return ExpertImage(name, kind, fmt, layers, experts, -(-experts // expert_parallel), tensor_parallel, k, width, local, out,
-                       up, down, round_up(row + bias_rows, 8), weights, biases, bias_at, pieces, fold)
+                       up, down, round_up(row + bias_rows, 8), weights, biases, bias_at, pieces, fold, joined > 0)
 
 
 def folds(fmt: str, k: int, width: int) -> int:
@@ -167,3 +181,11 @@ def folds(fmt: str, k: int, width: int) -> int:
     if FORMATS[fmt].code != "bf16" or width % LANES == 0:
         return 1
     return next((parts for parts in (2, 4) if parts * width % LANES == 0 and k % (parts * LANES) == 0), 1)
+
+
+def joins(fmt: str, k: int, width: int, matrices: int) -> int:
+    """Parts of K with which gate and up [k, width], side by side, fill whole panels, where they have scales of groups and no zero points;
+    0: they do not, or each does by itself. A part is whole dots, so that the left operand has those of one part behind those of another."""
+    if not FORMATS[fmt].group or FORMATS[fmt].zero or width % LANES == 0:
+        return 0
+    return next((parts for parts in (1, 2, 4) if parts * matrices * width % LANES == 0 and (parts == 1 or k % (parts * DEPTH) == 0)), 0)

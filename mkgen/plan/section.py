@@ -22,12 +22,15 @@ PUSHED = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "int4": "int4", "e2m1":
 @dataclass(frozen=True)
 class Section:
     """One matrix [k, 128 panels], its codes from row `at`. group: weights along K that a scale serves as stored here (finer
-    than the format's own, where a rank's share of K cuts a group); 0: a scale a column, or none."""
+    than the format's own, where a rank's share of K cuts a group); 0: a scale a column, or none. parts: of K, which lie side by side,
+    `span` columns each; k is that of a part."""
     format: str
     group: int
     at: int
     k: int
     panels: int
+    parts: int = 1
+    span: int = 0
 
     @property
     def kind(self) -> Format:

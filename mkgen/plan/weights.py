@@ -288,15 +288,15 @@ class Weights:
         """A buffer that routed experts work in; kinds share it if they are of one shape, else each has its own."""
         return self.shared(name, name + self.memory.experts[self.sub.name].suffix, shape, dtype, purpose)
 
-    def expert_operand(self, name: str, s: Section, fold: int = 1) -> str:
-        """The left operand of an expert's matrix, as its format wants it."""
+    def expert_operand(self, name: str, s: Section, fold: int = 1, each: tuple[int, ...] = ()) -> str:
+        """The left operand of an expert's matrix, as its format wants it. each: one for each expert of a batch."""
         if not s.group:
-            return self.expert_buffer(name, (fold * ROWS_PADDED, s.k), self.build.activations, "left operand" + ", parts of K in rows" * (fold > 1))
+            return self.expert_buffer(name, (*each, fold * ROWS_PADDED, s.k), self.build.activations, "left operand" + ", parts of K in rows" * (fold > 1))
         few, chunks = expert_rows(s.format, s.group, self.terms, self.build.lone_experts), -(-s.k // DEPTH)
-        rows = round_up(max(left_rows(s.format, s.group, r, self.terms, few) for r in self.build.rows), 16)    # whole tiles of bf16
-        name = self.expert_buffer(name, (chunks, rows, DEPTH), "bf16", "left operand, block-diagonal")
+        rows = round_up(s.parts * max(left_rows(s.format, s.group, r, self.terms, few) for r in self.build.rows), 16)    # whole tiles of bf16
+        name = self.expert_buffer(name, (*each, chunks, rows, DEPTH), "bf16", "left operand, block-diagonal")
         if s.kind.zero:
-            self.buffer(f"{name}_sums", (chunks, rows, LANES), "f32", "sums of its groups, on every lane")
+            self.buffer(f"{name}_sums", (*each, chunks, rows, LANES), "f32", "sums of its groups, on every lane")
         return name
 
     def lone(self) -> bool:
@@ -305,7 +305,7 @@ class Weights:
         images = self.memory.experts.values()
         few = [expert_rows(s.format, s.group, self.terms, self.build.lone_experts) if s.group else 0 for image in images for s in (image.up, image.down)]
         scaled = any(op.scale_input for sub in self.memory.graph.ffns.values() for op in sub.ops if op.kind == "routed_experts")
-        return self.build.lone_experts and not scaled and 2 < max(self.build.rows) <= min(few) and all(image.local_experts <= 256 for image in images)
+        return self.build.lone_experts and self.build.expert_batch == 1 and not scaled and 2 < max(self.build.rows) <= min(few) and all(image.local_experts <= 256 for image in images)
 
     def top_k(self, image: ExpertImage) -> int:
         """Of a kind of routed experts."""

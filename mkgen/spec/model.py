@@ -101,6 +101,8 @@ class Build:
     ring_depth: int = 12
     unroll: int = MOST_UNROLL                    # blocks of a matrix that a turn of its loop multiplies in straight-line code, at most
     expert_slots: int = 4
+    expert_batch: int = 1                        # experts that are multiplied in one basic block
+    first_experts: int = 2                       # of a layer, that are fetched before others: more share the memory, and all come late
     kv_slots: int = 16
     kv_batch: int = 8                            # tiles that are computed at a time
     lone_experts: bool = True                    # an expert that one of several rows chose is multiplied for that row alone, where its format allows it
@@ -130,14 +132,14 @@ class Build:
         return self.expert_parallel == 1
 
     @property
-    def first_experts(self) -> int:
-        """Experts of a layer that are fetched at once, before others are: more would share the memory, and all come late."""
-        return min(2, self.experts_ahead)
+    def experts_at_once(self) -> int:
+        """first_experts, or as many as there are slots for."""
+        return min(self.first_experts, self.experts_ahead)
 
     @property
     def experts_ahead(self) -> int:
-        """Experts that may be on their way while one is computed."""
-        return self.expert_slots - 1
+        """Experts that may be on their way: while one is computed, or until a batch is."""
+        return self.expert_slots - 1 if self.expert_batch == 1 else self.expert_slots
 
 
 @dataclass(frozen=True)

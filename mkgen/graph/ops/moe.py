@@ -172,8 +172,8 @@ class RoutedExperts(Op):
         return product(env.r(h), self.down, self.down_bias)
 
     def lower(self, b):
-        image = b.expert_image(self)
-        ahead, first, rows, copy = b.build.experts_ahead, b.build.first_experts, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
+        image, batch = b.expert_image(self), b.build.expert_batch
+        ahead, first, rows, copy = b.build.experts_ahead, b.build.experts_at_once, b.max_rows * self.top_k, f"expert_copy{image.suffix}"
         most, count, local = b.most(lambda i: i.rows), "m.expert_count[0]", f"LOCAL_EXPERTS{image.suffix.upper()}"
         at, expert = f"index * {local} + m.expert_ids[i]", "i"
         if image.pieces > 1:
@@ -183,6 +183,9 @@ class RoutedExperts(Op):
             if self.norm is not None and not self.apart:
                 raise MkgenError(f"{self.name}: an expert of {image.expert_bytes / 2**20:.1f} MiB is fetched in {image.pieces} pieces, and its output is "
                                  f"normed\n  why: the norm needs all of it at once\n  fix: raise build.expert_kib, or choose a tensor_parallel above 1")
+        if batch > 1 and (obstacle := self.alone(image)):
+            raise MkgenError(f"{self.name}: build.expert_batch is {batch}, and {obstacle}\n  why: the experts of a batch share one left operand, and each "
+                             "lies whole in a slot\n  fix: write build.expert_batch: 1")
         b.buffer("expert_slot", (b.build.expert_slots, most, LANES), "u32", "experts, one a slot")
         b.semaphores("expert_sem", (b.build.expert_slots,), "one an expert slot")
         listed = max(min(i.local_experts, b.max_rows * b.top_k(i)) for i in b.memory.experts.values())
@@ -197,10 +200,11 @@ class RoutedExperts(Op):
         b.buffer("expert_count", (1,), "i32", "how many", space="smem")
         if lone:
             b.buffer("taker", (listed,), "i32", "the row that alone chose it; -7: several", space="smem")
-        scratch = {"products": b.expert_buffer("expert_up", (8 * image.fold, image.up.panels * LANES), "f32",
-                                               "gate | up of one expert" if image.gated else "up of one expert")}
-        for name, section, fold in (("expert_x", image.up, image.fold), ("expert_h", image.down, 1)):
-            scratch[name[-1]] = b.expert_operand(name, section, fold)
+        lines, each = (8 if image.up.group else 8 * image.fold), (batch,) * (batch > 1)
+        scratch = {"products": b.expert_buffer("expert_up", (*each, lines, image.up.panels * LANES), "f32",
+                                               f"{'gate | up' if image.gated else 'up'} of one expert{', of each of a batch' * (batch > 1)}")}
+        for name, section, fold, of in (("expert_x", image.up, image.fold, ()), ("expert_h", image.down, 1, each)):
+            scratch[name[-1]] = b.expert_operand(name, section, fold, of)
         operand = (scratch["x"], *([f"{scratch['x']}_sums"] if image.up.kind.zero else []))
         if self.norm is not None and not self.apart:
             scratch["whole"] = b.expert_buffer("expert_out", (8, image.down.panels * LANES), "f32", "output of one expert")
@@ -227,16 +231,32 @@ class RoutedExperts(Op):
         weight = None if self.norm_weight is None else "norm_weight"
         if weight:                       # read once, and also by a rank that has no expert to run
             b.step(self, "experts", "norm_weight", w=b.vector(self.norm_weight))
-        with b.loop("routed_expert", "i", count, bound=image.pieces * min(image.local_experts, rows)):
+        expert_step = dict(x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
+                           norm=self.norm, apart=self.top_k if self.apart else 0, **b.activation(self.act, image.gated))
+        touched = dict(reads=("expert_slot", "expert_ids", *shared), writes=(y.ref[2:], *({*scratch.values(), *operand} - {*shared})))
+        most = image.pieces * min(image.local_experts, rows)
+        if batch > 1:
+            with b.loop("expert_batch", "batch", f"lax.div({count} + EXPERT_BATCH - 1, EXPERT_BATCH)", bound=-(-most // batch)):
+                with b.loop("", "j", "EXPERT_BATCH", unroll=True):
+                    b.wait(copy, "m", "index", "batch * EXPERT_BATCH + j", when=f"batch * EXPERT_BATCH + j < {count}")
+                b.step(self, "experts", "batch", **touched, **expert_step)
+                if ahead < most:
+                    with b.loop("", "j", "EXPERT_BATCH", unroll=True):
+                        i = "batch * EXPERT_BATCH + j + EXPERTS_AHEAD"
+                        b.start(copy, "m", "index", i, when=f"{i} < {count}")
+            return
+        with b.loop("routed_expert", "i", count, bound=most):
             b.wait(copy, "m", "index", "i")
             b.start(copy, "m", "index", "i + EXPERTS_AHEAD", when=f"i + EXPERTS_AHEAD < {count}")
             row = f"m.taker[{expert}]"
             ways = {"all": f"m.rows <= 2 or {row} < 0", "one": f"m.rows > 2 and {row} >= 0"} if lone else {"": None}
             for way, when in ways.items():
-                b.step(self, "experts", "expert", reads=("expert_slot", "expert_ids", *shared),
-                       writes=(y.ref[2:], *({*scratch.values(), *operand} - {*shared})),
-                       x=x if self.scale_input else None, route=b.ref(self.route), y=y.ref, image=image, scratch=scratch, weight=weight,
-                       norm=self.norm, apart=self.top_k if self.apart else 0, lone=way, when=when, **b.activation(self.act, image.gated))
+                b.step(self, "experts", "expert", **touched, lone=way, when=when, **expert_step)
+
+    def alone(self, image) -> str:
+        """Why its experts have to be multiplied one by one; empty if they need not."""
+        return ("their inputs are scaled" if self.scale_input else "their outputs are normed" if self.norm is not None else "they have biases" if self.biases()
+                else f"an expert is fetched in {image.pieces} pieces" if image.pieces > 1 else "")
 
 
 def normed(env, x, norm: Norm, w: Weight | None):
