@@ -46,9 +46,17 @@ def layout_facts(plan: Plan) -> dict:
         "matrices": {n: stored(m) for n, m in plan.matrices.items()},
         "vectors": {n: asdict(v) for n, v in plan.vectors.items()},
         "order": {n: entry_order(r.chunks) for n, r in plan.regions.items()},
-        "experts": [{key: value for key, value in asdict(image).items() if (key, value) != ("fold", 1)} for image in plan.experts],
+        "experts": [known(asdict(image)) for image in plan.experts],
         "embedding": {"rows": plan.embed_rows, "run": -(-model.vocab // plan.mesh.ranks)},
     }
+
+
+UNFOLDED = {"fold": 1, "joint": False, "parts": 1, "span": 0}         # of no layout that was there before parts of K lay side by side
+
+
+def known(facts: dict) -> dict:
+    """An image's facts, without those that say that it has no parts of K side by side."""
+    return {key: known(value) if isinstance(value, dict) else value for key, value in facts.items() if (key, value) not in UNFOLDED.items()}
 
 
 def layout_hash(plan: Plan) -> str:

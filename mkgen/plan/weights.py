@@ -300,12 +300,13 @@ class Weights:
         return name
 
     def lone(self) -> bool:
-        """Is an expert that one row chose multiplied for that row alone? Where each row has lines of its own in all left operands; two
-        rows take no longer than one. Eight experts are marked in a word, and a word says which of the others are not zero."""
+        """Is an expert that one row chose multiplied for that row alone? Where each row has lines of its own, side by side, in all left
+        operands; two rows take no longer than one. Eight experts are marked in a word, and a word says which of the others are not zero."""
         images = self.memory.experts.values()
         few = [expert_rows(s.format, s.group, self.terms, self.build.lone_experts) if s.group else 0 for image in images for s in (image.up, image.down)]
         scaled = any(op.scale_input for sub in self.memory.graph.ffns.values() for op in sub.ops if op.kind == "routed_experts")
-        return self.build.lone_experts and self.build.expert_batch == 1 and not scaled and 2 < max(self.build.rows) <= min(few) and all(image.local_experts <= 256 for image in images)
+        able = all(image.local_experts <= 256 and image.up.parts == 1 for image in images)
+        return self.build.lone_experts and self.build.expert_batch == 1 and not scaled and 2 < max(self.build.rows) <= min(few) and able
 
     def top_k(self, image: ExpertImage) -> int:
         """Of a kind of routed experts."""
