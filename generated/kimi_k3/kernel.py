@@ -661,6 +661,9 @@ def spread(m, left, x, f):
 def sublane_sums(xs):
     """Up to 8 of [8, n] -> [8, n]: row j is the sum of the j-th's rows, in one order for all."""
     for by in (1, 2, 4):
+        if len(xs) == 1:  # the rows that count are lower ones
+            xs = [xs[0] + jnp.roll(xs[0], -by, 0)]
+            continue
         lower = lax.broadcasted_iota(i32, xs[0].shape, 0) & by == 0
         pairs = zip(xs[::2], [*xs[1::2], xs[-1]])
         xs = [jnp.where(lower, a + jnp.roll(a, -by, 0), b + jnp.roll(b, by, 0)) for a, b in pairs]
