@@ -11,7 +11,7 @@ import pytest
 from mkgen.graph.build import build_graph
 from mkgen.graph.formats import format_of
 from mkgen.plan.planner import make_plan
-from mkgen.prove.coverage import code
+from mkgen.prove.coverage import _batches, code
 from mkgen.prove.mini import like, mini_spec
 from mkgen.prove.random_params import RandomParams
 from mkgen.prove.rung import Rung
@@ -265,3 +265,47 @@ def test_an_overlay_has_a_mini_too(name):
     small, whole = planned(mini_spec(full)), planned(full)
     assert small.spec.build.late_refills == min(full.build.late_refills, 2)
     assert [image.fold for image in small.experts] == [image.fold for image in whole.experts]
+
+
+# -- experts that are narrower than a panel, in batches ---------------------------------------------------------------
+
+OVER_ALL = ("build.expert_parallel=1", "build.tensor_parallel=32", "build.expert_batch=4", "build.expert_slots=16", "build.first_experts=8")
+
+
+@pytest.mark.parametrize("more", [(), ("build.rows=[1]",), ("build.expert_parallel=4", "build.tensor_parallel=8", "build.expert_slots=6"), ("build.expert_slots=4",),
+                                  ("build.expert_batch=2",), ("build.expert_batch=1",)], ids=" ".join)
+def test_experts_in_batches_have_a_mini(more):
+    """Parts of K side by side, more dots than one of each; batches that are full and one that is not; slots that are used again."""
+    full = load_spec(SPECS / "kimi_k3.yaml", sets=(*OVER_ALL, *more))
+    small, whole = planned(mini_spec(full)), planned(full)
+    assert code(whole, small).verdict == "pass", code(whole, small).reason
+    (there,), (here,) = whole.experts, small.experts
+    assert (here.joint, here.fold, here.width % 128) == (there.joint, there.fold, there.width % 128)
+    assert here.fold == 1 or here.up.k == 2 * 256, "two dots of each part"
+    build, chosen = small.spec.build, small.spec.model.ffns["moe"].top_k
+    assert (build.expert_batch > 1) == (full.build.expert_batch > 1) and build.expert_slots >= build.expert_batch
+    if build.expert_batch > 1:
+        assert (build.expert_slots > build.expert_batch) == (full.build.expert_slots > full.build.expert_batch)
+        assert (build.experts_ahead > build.experts_at_once) == (full.build.experts_ahead > full.build.experts_at_once)
+        if build.expert_parallel == 1:                  # every rank has each expert of a row
+            assert chosen > build.expert_slots and chosen % build.expert_batch
+
+
+def test_coverage_names_what_a_mini_has_not_of_experts():
+    full = load_spec(SPECS / "kimi_k3.yaml", sets=OVER_ALL)
+    one_by_one = mini_spec(replace(full, build=replace(full.build, expert_batch=1)))
+    whole, panels = planned(full), mini_spec(load_spec(SPECS / "kimi_k3.yaml"))
+    assert "experts.batch" in code(whole, planned(one_by_one)).reason
+    assert "parts of K, gate with up, side by side" in code(whole, planned(panels)).reason
+
+
+def test_batches_that_were_met_are_counted():
+    build = replace(load_spec(SPECS / "kimi_k3.yaml", sets=OVER_ALL).build, expert_batch=2, expert_slots=3)
+    def lists(*lengths):
+        return [np.arange(8)[None] < n for n in lengths]
+    assert _batches(replace(build, expert_batch=1), lists(5)) == []
+    for met, good in (((5,), True), ((4, 3), True), ((4, 2), False), ((3, 3), False), ((1, 1), False)):
+        (rung,) = _batches(build, lists(*met))
+        assert (rung.verdict == "pass") == good, (met, rung)
+    (rung,) = _batches(replace(build, expert_parallel=2), [np.ones((1, 8), bool)])
+    assert "of 2 lists of experts 2 fill a batch of 2, 0 leave" in rung.compared

@@ -10,6 +10,7 @@ from mkgen.plan.plan import Plan
 from mkgen.plan.regions import Collective, Loop, Step, walk
 from mkgen.prove.rung import Rung
 from mkgen.prove.scenario import Scenario, by_rank
+from mkgen.spec.model import Build
 
 
 def reach(plan: Plan, scenario: Scenario) -> list[Rung]:
@@ -36,7 +37,9 @@ def pieces(plan: Plan) -> set[str]:
     out = {f"matrix of {of}" for of in stored.values()}
     out |= {f"matrix {cut[m.k_blocks > 1, m.n_blocks > 1]}" for m in plan.matrices.values()}
     out |= {f"several blocks of {stored[m]} a turn" for m in plan.matrices.values() if m.turn > 1}
-    out |= {f"experts with {'parts of K side by side' if image.fold > 1 else 'all of K in a panel'}" for image in plan.experts}
+    ways = {(False, False): "all of K in a panel", (False, True): "gate and up side by side",
+            (True, False): "parts of K side by side", (True, True): "parts of K, gate with up, side by side"}
+    out |= {f"experts with {ways[image.fold > 1, image.joint]}" for image in plan.experts}
     out |= {"experts of one row" for region in plan.regions.values() for n in walk(region.body) if isinstance(n, Step) and n.args.get("lone") == "one"}
     out |= {"refills behind the experts" for region in plan.regions.values() for n in walk(region.body) if isinstance(n, Loop) and n.name == "late_refills"}
     out |= {"tiles of a cache started in front of its sub-layer" for region in plan.regions.values() if "MIXER_INDEX" in str(region.body)}
@@ -142,4 +145,17 @@ def _routing(plan: Plan, scenario: Scenario) -> list[Rung]:
             if build.expert_parallel == 1
             else "no token tried left a rank idle",
         ),
+        *_batches(build, [c for _, c in steps]),
     ]
+
+
+def _batches(build: Build, steps: list[np.ndarray]) -> list[Rung]:
+    """Lists of experts that end within a batch or with it, and that are longer than there are slots. steps: [rows, experts]."""
+    if build.expert_batch == 1:
+        return []
+    lists = np.concatenate([by_rank(c.any(0)[None], build.expert_parallel).sum(-1).reshape(-1) for c in steps])
+    whole, part = (int(n.sum()) for n in (lists >= build.expert_batch, lists % build.expert_batch > 0))
+    again = int((lists > build.expert_slots).sum())
+    compared = (f"of {len(lists)} lists of experts {whole} fill a batch of {build.expert_batch}, {part} leave one in part empty, "
+                f"{again} are longer than {build.expert_slots} slots")
+    return [_rung("batches", compared, min(whole, part, again) > 0, "no row chose so many experts")]

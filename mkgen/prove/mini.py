@@ -15,13 +15,15 @@ from mkgen.graph.formats import format_of
 from mkgen.graph.ir import Weight
 from mkgen.graph.ops.gqa_attention import KvGroups
 from mkgen.plan.exchange import is_rows
+from mkgen.plan.experts import ExpertImage
 from mkgen.plan.memory import expert_images
 from mkgen.plan.planner import make_plan
 from mkgen.plan.regions import Collective, walk
 from mkgen.plan.shard import apart, local_units, round_up, sharers
 from mkgen.prove.coverage import pieces
+from mkgen.prove.mini_experts import depth, expert_kib, fetched, small_experts
 from mkgen.spec import schedule
-from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, QueryTemperature, Rope, Router, Run, Spec
+from mkgen.spec.model import Activation, Build, Gqa, Linear, Mla, Mlp, Model, Moe, QueryTemperature, Rope, Run, Spec
 from mkgen.spec.roles import tensors
 from mkgen.spec.schedule import Item, Name, Repeat
 from mkgen.spec.validate import validate
@@ -37,10 +39,7 @@ LATENT = 144, 16  # cached latent and shared key: they meet inside a block of 12
 RANK = 20  # a rank's columns of a low-rank projection
 WIDE = 128  # a rank's columns of a wide projection, not counting what is over 128
 NARROW = 64, 192  # of a dense ffn: gate and up fill one block's columns; or several blocks, and the last in part
-EXPERT_INPUT = 384  # one whole 256-deep product and a rest
-EXPERT_WIDTH = 96  # a rank's
 LIMIT = 0.8  # of an activation, of q, k and v: random ones go well beyond it
-LOCAL_EXPERTS = {1: 16, 2: 8}  # by expert parallelism: many enough for idle ranks
 SOFTCAP = 2.0  # of logits, before their scale; of scores; of what a saturating activation is given
 VOCAB = 296  # a rank's: more blocks of the head than the ring is deep
 GROUPED = 16  # KV heads of a rank that are more than one group of them
@@ -53,7 +52,7 @@ def mini_spec(spec: Spec, whole_mesh: bool = False) -> Spec:
     wanted, ways = _full(spec)
     build = _build(replace(spec.build, **ways), whole_mesh)
     best, least = None, math.inf
-    for sizes in itertools.product(HIDDEN, GROUP, NARROW):
+    for sizes in itertools.product(_hidden(spec), GROUP, NARROW):
         mini = _sized(spec, build, *sizes)
         graph, target = build_graph(mini), load_target(build.chip)
         best = best or mini
@@ -77,7 +76,14 @@ def _sized(spec: Spec, build: Build, hidden: int, group: int, narrow: int) -> Sp
     problems = validate(replace(mini, build=replace(build, mesh=_real_mesh(build), over={})))
     if problems:
         raise SpecErrors(problems)
-    return replace(mini, build=replace(build, expert_kib=_expert_kib(spec, mini)))
+    return replace(mini, build=replace(build, expert_kib=expert_kib(spec, mini)))
+
+
+def _hidden(spec: Spec) -> tuple[int, ...]:
+    """HIDDEN, or the one that is deep enough for experts whose input it is."""
+    images = expert_images(build_graph(spec), spec.build)
+    deep = max((depth(image) for name, image in images.items() if not spec.model.ffns[name].latent), default=0)
+    return (deep,) if deep > HIDDEN[-1] else HIDDEN
 
 
 def _full(spec: Spec) -> tuple[set[str], dict]:
@@ -110,7 +116,7 @@ def _build(old: Build, whole_mesh: bool) -> Build:
         kv_tile=TILE,
         ring_depth=min(old.ring_depth, 3),
         late_refills=min(old.late_refills, 2, old.ring_depth - 1),
-        expert_slots=min(old.expert_slots, 3),
+        **fetched(old),
         kv_slots=min(old.kv_slots, 4),
     )
 
@@ -129,18 +135,6 @@ def _formats(spec: Spec, mini: Spec) -> dict[str, str]:
     return {**spec.build.formats, **named}
 
 
-def _expert_kib(spec: Spec, mini: Spec) -> int:
-    """Small enough to cut an expert of the mini as well, where one of the spec is cut."""
-
-    def cut(s: Spec, kib: int) -> bool:
-        images = expert_images(build_graph(s), replace(s.build, expert_kib=kib)).values()
-        return any(image.pieces > 1 for image in images)
-
-    if not cut(spec, spec.build.expert_kib):
-        return spec.build.expert_kib
-    return next(kib for kib in range(256, 0, -8) if cut(mini, kib))
-
-
 def _real_mesh(build: Build) -> dict[str, int]:
     """As many ranks as the mini has, on a mesh that the chip comes in: the mini's own need not exist, its ranks count."""
     target, left, mesh = load_target(build.chip), build.ranks, {}
@@ -154,13 +148,13 @@ def _model(spec: Spec, build: Build, hidden: int, group: int, narrow: int) -> Mo
     old = spec.model
     mixer, ffn = _columns(old)
     runs = tuple(Run(*run) for run in zip(schedule.expand(mixer), schedule.expand(ffn)))
-    ranks = spec.build.ranks, build.ranks
+    ranks, images = (spec.build.ranks, build.ranks), expert_images(build_graph(spec), spec.build)
     mixers = {
         name: _gqa(kind, *ranks, group) if isinstance(kind, Gqa) else _MIXERS[type(kind)](kind, *ranks)
         for name, kind in old.mixers.items()
     }
     ffns = {
-        name: _mlp(kind, spec.build, build, narrow) if isinstance(kind, Mlp) else _moe(kind, spec.build, build)
+        name: _mlp(kind, spec.build, build, narrow) if isinstance(kind, Mlp) else _moe(kind, images[name], spec.build, build)
         for name, kind in old.ffns.items()
     }
     residual = replace(old.residual, block=_block(runs)) if old.residual.kind == "block_softmax" else old.residual
@@ -361,31 +355,9 @@ def _activation(a: Activation) -> Activation:
     return replace(a, limit=min(a.limit, LIMIT), beta=min(a.beta, SOFTCAP), linear_beta=min(a.linear_beta, SOFTCAP))
 
 
-def _moe(f: Moe, old: Build, new: Build) -> Moe:
-    local = min(-(-f.experts // old.expert_parallel), LOCAL_EXPERTS.get(new.expert_parallel, 4))
-    experts = local * new.expert_parallel - (f.experts % old.expert_parallel > 0)
-    parts = old.tensor_parallel
-    width = new.tensor_parallel * min(-(-f.width // parts), EXPERT_WIDTH)
-    if f.width % parts:  # the last rank's share is short, by whole groups if it was
-        width -= 32 if f.width % 32 == 0 and width % 32 == 0 else 1
+def _moe(f: Moe, image: ExpertImage, old: Build, new: Build) -> Moe:
     shared = sharded(f.shared_width, old.ranks, new.ranks, WIDE) if f.shared_width else 0
-    router = _groups(f.router, experts)
-    return replace(
-        f,
-        experts=experts,
-        top_k=min(f.top_k, new.ranks if any(map(is_rows, new.reduce.values())) else 4, experts // router.groups * router.group_top_k),
-        router=router,
-        activation=_activation(f.activation),
-        shared_width=shared,
-        width=width,
-        latent=min(f.latent, EXPERT_INPUT),
-    )
-
-
-def _groups(r: Router, experts: int) -> Router:
-    """Groups of two or more of the mini's experts, as many of which are open as in the full model, in proportion."""
-    groups = max(n for n in range(1, r.groups + 1) if experts % n == 0 and (n == 1 or experts // n > 1))
-    return replace(r, groups=groups, group_top_k=max(1, r.group_top_k * groups // r.groups))
+    return replace(small_experts(f, image, old, new), activation=_activation(f.activation), shared_width=shared)
 
 
 _FIELDS = {"model": "", "layer": ".{layer}", "expert": ".{layer}.{expert}"}  # a tensor a role: cuts are of the full widths
