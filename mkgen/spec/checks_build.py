@@ -311,6 +311,18 @@ def _depth(c: Checker, key: str, noun: str) -> None:
         )
 
 
+def expert_batch(c: Checker) -> None:
+    """Where there are no routed experts no more is asked of it than of expert_slots."""
+    batch, slots = c.build.expert_batch, c.build.expert_slots
+    if batch > slots:
+        c.say(
+            ("build", "expert_batch"),
+            f"expert_batch {batch} is more than expert_slots {slots}",
+            "the experts of a batch are multiplied together, each from a slot of its own",
+            f"write expert_batch: {slots} or less, or expert_slots: {2 * batch}, so that a batch comes while another is multiplied",
+        )
+
+
 def unroll(c: Checker) -> None:
     if c.build.unroll > MOST_UNROLL:
         c.say(
@@ -333,4 +345,4 @@ def memory(c: Checker) -> None:
         )
 
 
-CHECKS = (mesh, parallel, formats, replicate, over, rows, tokens, context, depths, unroll, memory)
+CHECKS = (mesh, parallel, formats, replicate, over, rows, tokens, context, depths, expert_batch, unroll, memory)

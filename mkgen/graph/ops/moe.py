@@ -255,7 +255,8 @@ class RoutedExperts(Op):
 
     def alone(self, image) -> str:
         """Why its experts have to be multiplied one by one; empty if they need not."""
-        return ("their inputs are scaled" if self.scale_input else "their outputs are normed" if self.norm is not None else "they have biases" if self.biases()
+        return ("inputs of experts are scaled" if self.scale_input else "outputs of experts are normed" if self.norm is not None
+                else "experts have biases" if self.biases()
                 else f"an expert is fetched in {image.pieces} pieces" if image.pieces > 1 else "")
 
 
