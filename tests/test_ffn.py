@@ -15,6 +15,7 @@ from mkgen.graph.build import build_graph
 from mkgen.graph.ops.moe import largest
 from mkgen.pack.image import expert_image
 from mkgen.plan.planner import make_plan
+from mkgen.plan.regions import Step, walk
 from mkgen.prove.drive import load_kernel
 from mkgen.prove.mini import mini_spec
 from mkgen.prove.random_params import RandomParams
@@ -236,6 +237,33 @@ def test_a_mini_keeps_the_axes():
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------------
+
+TOGETHER = Moe(experts=6, top_k=2, width=200)
+
+
+@pytest.mark.parametrize("ffn, said", [
+    (replace(TOGETHER, router=Router("sigmoid", scale_input=True)), "inputs of experts are scaled"),
+    (replace(TOGETHER, expert_norm=Norm()), "outputs of experts are normed"),
+    (replace(TOGETHER, bias=True), "experts have biases"),
+    (replace(TOGETHER, width=2000), "an expert is fetched in 2 pieces"),
+    (TOGETHER, "")])
+def test_what_keeps_experts_from_a_batch(ffn, said):
+    """Refused by the op, which alone knows the pieces: what, why, and what to write."""
+    def plan(batch):
+        made = spec(1, ATTENTION, {"f": ffn}, "a*2", "f*2", hidden=160, expert_batch=batch, expert_kib=1600)
+        return make_plan(made, build_graph(made), load_target("tpu7x"))
+
+    steps = [n.macro for n in walk(plan(1).regions["f"].body) if isinstance(n, Step) and n.template == "experts"]
+    assert "expert" in steps and "batch" not in steps
+    if not said:
+        assert "batch" in [n.macro for n in walk(plan(2).regions["f"].body) if isinstance(n, Step) and n.template == "experts"]
+        return
+    with pytest.raises(MkgenError) as refused:
+        plan(2)
+    what, why, fix = str(refused.value).split("\n")
+    assert what.startswith("odd.yaml: f.") and f"build.expert_batch is 2, and {said}" in what
+    assert why.startswith("  why: the experts of a batch share one left operand") and fix == "  fix: write build.expert_batch: 1"
+
 
 @pytest.mark.parametrize("ffn, said", [
     (replace(GROUPED, router=replace(GROUPED.router, groups=5)), "groups of 12 experts"),

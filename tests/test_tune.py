@@ -107,7 +107,8 @@ def test_a_dimension_writes_what_it_reads(name):
             same = {k for k, v in vars(build).items() if v == getattr(whole.build, k)}
             assert same | set(d.keys) == set(vars(build)), f"{d.name} writes more than {d.keys}"
             back = d.to(build, d.of(whole.build))
-            assert all(getattr(back, k) == getattr(whole.build, k) for k in d.keys if k != "ring_depth")
+            follows = {"block_kib": "ring_depth", "expert_batch": "expert_slots"}.get(d.name)         # to what the value needs, one way
+            assert all(getattr(back, k) == getattr(whole.build, k) for k in d.keys if k != follows)
 
 
 def test_numerics_are_searched_only_if_they_are_allowed(spec):
@@ -116,6 +117,61 @@ def test_numerics_are_searched_only_if_they_are_allowed(spec):
     assert names >= {"rows", "ring_depth", "expert_slots", "expert split", "hold moe.router", "reduce moe.routed", "gather", "block_kib", "kv_tile"}
     assert not any(key in ("activations", "wire", "formats") for d in dims_of(spec, bench) for key in d.keys)
     assert {d.name for d in dims_of(spec, bench, allow=("activations", "wire"))} == names | {"activations", "wire"}
+
+
+def written(path, moe=None, **build):
+    """The small spec with narrow experts, read from a file; moe: more keys of its ffn."""
+    model = {**SMALL["model"], "ffns": {"moe": {**SMALL["model"]["ffns"]["moe"], "width": 256, **(moe or {})}}}
+    if "expert_norm" in (moe or {}):
+        model["checkpoint"] = {**model["checkpoint"], "moe.expert_norm": "n.{layer}"}
+    path.write_text(yaml.safe_dump({"model": model, "build": {**SMALL["build"], **build}}, sort_keys=False))
+    return load_spec(path)
+
+
+def test_a_narrow_split_comes_with_a_batch(path, spec):
+    """Where a rank's share is no whole panel: as many together as the MXU is wide, in slots of as many bytes."""
+    def of(made):
+        return named(dims_of(made, bench_of(made)), "expert split")
+
+    assert of(spec).values == ((1, 4, 1), (2, 2, 1), (4, 1, 1)), "1024 columns are eight panels"
+    narrow = written(path)
+    d = of(narrow)
+    assert d.values == ((1, 4, 1), (1, 4, 4), (2, 2, 1), (4, 1, 1)) and d.text((1, 4, 4)) == "1 x 4, 4 multiplied together"
+    tried = d.to(narrow.build, (1, 4, 4))
+    assert (tried.expert_batch, tried.expert_slots) == (4, 8) and d.to(tried, (4, 1, 1)).expert_slots == narrow.build.expert_slots
+    bench = bench_of(narrow)
+    trial = bench.try_one(tried)
+    assert trial.good and trial.plan != bench.try_one(d.to(narrow.build, (1, 4, 1))).plan and bench.plan(tried).spec.build == trial.build
+    kept = of(written(path, expert_batch=2))
+    assert kept.values == ((1, 4, 2), (1, 4, 4), (2, 2, 2), (2, 2, 1), (4, 1, 2), (4, 1, 1)), "the spec's own, and what the share asks for"
+    assert of(written(path, {"width": 224})).values[1] == (1, 4, 8), "of 56 columns it takes five"
+
+
+def test_batches_come_with_slots(path):
+    narrow = written(path)
+    bench = bench_of(narrow)
+    dims = dims_of(narrow, bench)
+    d = named(dims, "expert_batch")
+    assert [(b.expert_batch, b.expert_slots) for _, b in d.neighbours(narrow.build)] == [(2, 4), (4, 8), (8, 16)]
+    assert all(bench.try_one(b).good for _, b in d.neighbours(narrow.build)) and named(dims, "first_experts").values == (1, 2, 3, 4, 6, 8)
+    assert "more than expert_slots 2" in bench.try_one(replace(narrow.build, expert_batch=4)).refused
+
+
+@pytest.mark.parametrize("moe", [{"router": {"scale_input": True}}, {"expert_norm": {}}])
+def test_no_batches_where_experts_run_one_by_one(path, moe):
+    one = written(path, moe)
+    bench = bench_of(one)
+    dims = dims_of(one, bench)
+    assert "expert_batch" not in {d.name for d in dims} and all(batch == 1 for *_, batch in named(dims, "expert split").values)
+    assert "build.expert_batch is 2" in bench.try_one(replace(one.build, expert_batch=2)).refused
+
+
+def test_pieces_refuse_a_batch_and_a_larger_slot_does_not(path):
+    cut = written(path, expert_kib=200)
+    bench = bench_of(cut)
+    assert bench.plan(cut.build).experts[0].pieces > 1 and "expert_batch" in {d.name for d in dims_of(cut, bench)}
+    both = replace(cut.build, expert_batch=2)
+    assert "pieces" in bench.try_one(both).refused and bench.try_one(replace(both, expert_kib=6144)).good
 
 
 # -- trials -------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 from mkgen.plan.by_rows import shareable
 from mkgen.plan.exchange import ROWS
 from mkgen.plan.plan import Plan
+from mkgen.plan.section import LANES
 from mkgen.spec.checks_build import GATHERED, neighbours
 from mkgen.spec.model import Build, Mla, Model, Moe
 
@@ -24,6 +25,9 @@ DEPTHS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)     # times the spec's own
 SIZES = (0.25, 0.5, 0.75, 1.5, 2)                    # likewise, of blocks and pieces
 UNROLL = (1, 2, 4, 8)
 SLOTS = (2, 3, 4, 5, 6, 8, 12, 16)
+BATCHES = (1, 2, 4, 8)
+FIRST = (1, 2, 3, 4, 6, 8)
+BATCH_COLUMNS = 256                      # of experts narrower than a panel, so many together are worth a basic block: the width of the MXU
 TILES = (64, 128, 256, 512, 1024)
 KV_SLOTS = (4, 8, 16, 32)
 
@@ -49,8 +53,10 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     moe = any(isinstance(f, Moe) for f in model.ffns.values())
     cached = any(op.kind == "attention" or s.positional for sub in plan.graph.sublayers() for op in sub.ops for s in op.states())
     out = [variants(build, rows), number("ring_depth", build, {max(2, round(build.ring_depth * times)) for times in DEPTHS})]
-    out += [number("expert_slots", build, SLOTS), late_refills(build), choice("lone_experts", (True, False))] * moe
-    out += [split(build)] * (moe and build.ranks > 1)
+    together = moe and in_batches(plan)
+    out += [number("expert_slots", build, SLOTS), number("first_experts", build, FIRST), late_refills(build), choice("lone_experts", (True, False))] * moe
+    out += [batches(build)] * together
+    out += [split(build, min(image.whole_width for image in plan.experts) if together else 0)] * (moe and build.ranks > 1)
     out += [*exchanges(plan), *families(model, neighbours(build.mesh))] * (build.ranks > 1)
     out += [blocks(build), number("unroll", build, UNROLL)]
     out += [number("expert_kib", build, scaled(build.expert_kib))] * moe
@@ -96,11 +102,41 @@ def blocks(build: Build) -> Dimension:
 
 # -- who holds what -----------------------------------------------------------------------------------------------------
 
-def split(build: Build) -> Dimension:
-    """How many groups hold different experts, and how many ranks share each."""
-    pairs = tuple((n, build.ranks // n) for n in range(1, build.ranks + 1) if build.ranks % n == 0)
-    return Dimension("expert split", ("expert_parallel", "tensor_parallel"), pairs, lambda b: (b.expert_parallel, b.tensor_parallel),
-                     lambda b, v: replace(b, expert_parallel=v[0], tensor_parallel=v[1]), lambda v: f"{v[0]} x {v[1]}")
+def split(build: Build, width: int = 0) -> Dimension:
+    """How many groups hold different experts, how many ranks share each, and how many are multiplied together.
+
+    width: of the narrowest experts that may be; 0: one by one. A share below a panel is slow by itself, and its copy short: it is also
+    tried in batches, with as many bytes of slots as before."""
+    def to(b: Build, v: tuple[int, int, int]) -> Build:
+        groups, shares, batch = v
+        slots = b.expert_slots if batch == b.expert_batch else min(SLOTS[-1], max(2, 2 * batch * (batch > 1), b.expert_slots * shares // b.tensor_parallel))
+        return replace(b, expert_parallel=groups, tensor_parallel=shares, expert_batch=batch, expert_slots=slots)
+
+    pairs = [(n, build.ranks // n) for n in range(1, build.ranks + 1) if build.ranks % n == 0]
+    values = dict.fromkeys((*pair, batch) for pair in pairs for batch in (build.expert_batch, enough(width, pair[1]) if width else build.expert_batch))
+    return Dimension("expert split", ("expert_parallel", "tensor_parallel", "expert_batch", "expert_slots"), tuple(values),
+                     lambda b: (b.expert_parallel, b.tensor_parallel, b.expert_batch), to,
+                     lambda v: f"{v[0]} x {v[1]}" + f", {v[2]} multiplied together" * (v[2] > 1))
+
+
+def enough(width: int, shares: int) -> int:
+    """Experts of a batch that make BATCH_COLUMNS of such shares; 1 where a share is a panel."""
+    share = -(-width // shares)
+    return 1 if share >= LANES else next(n for n in BATCHES if n * share >= BATCH_COLUMNS or n == BATCHES[-1])
+
+
+def in_batches(plan: Plan) -> bool:
+    """May its experts be multiplied together? What is cut into pieces may be whole in another build."""
+    images = {image.kind: replace(image, pieces=1) for image in plan.experts}
+    return not any(op.alone(images[sub.name]) for sub in plan.graph.sublayers() for op in sub.ops if op.kind == "routed_experts")
+
+
+def batches(build: Build) -> Dimension:
+    """Experts that are multiplied together, with slots for as many that come meanwhile."""
+    def to(b: Build, n: int) -> Build:
+        return replace(b, expert_batch=n, expert_slots=max(b.expert_slots, 2 * n) if n > 1 else b.expert_slots)
+
+    return Dimension("expert_batch", ("expert_batch", "expert_slots"), tuple(sorted({*BATCHES, build.expert_batch})), lambda b: b.expert_batch, to)
 
 
 CUT, WHOLE = "cut over all ranks", "whole"
