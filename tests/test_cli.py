@@ -166,6 +166,20 @@ def test_plan_for_a_person(clean, kimi_plan):
     assert shown.rstrip().endswith("verdict: pass")
 
 
+def test_a_plan_says_how_narrow_experts_lie_and_go(clean):
+    """What shares their panels, and how many make a basic block; nothing of it where panels are whole and experts go one by one."""
+    def shown(*sets):
+        result = run("plan", KIMI, "--rows", "1", *(word for text in sets for word in ("--set", f"build.{text}")))
+        assert result.exit_code == 0, result.output
+        return " ".join(result.stdout.split())
+
+    over_all = shown("expert_parallel=1", "tensor_parallel=32", "expert_batch=4", "expert_slots=16", "first_experts=8")
+    assert "gate and up and 2 parts of K side by side in 3 panels" in over_all
+    assert "4 experts are multiplied in one basic block" in over_all and "expert_batch" in over_all
+    assert "gate and up side by side in 3 panels" in shown("expert_parallel=2", "tensor_parallel=16", "formats={experts: nvfp4}")
+    assert not any(words in shown() for words in ("side by side in", "multiplied in one basic block", "expert_batch"))
+
+
 def test_the_collectives_shown_are_those_of_the_plan(kimi_plan):
     from mkgen.plan.regions import Collective, walk
     from mkgen.show.nest import collectives

@@ -75,6 +75,12 @@ def distinct_experts(plan: Plan, image: ExpertImage, rows: int) -> float:
     return image.experts * image.tensor_parallel / plan.mesh.ranks * (1 - (1 - top_k / image.experts) ** rows)
 
 
+def side_by_side(image: ExpertImage) -> str:
+    """What shares the panels of its first matrices, to put behind other words; empty where each has its own, and all of K."""
+    what = ["gate and up"] * (image.joint and image.gated) + [f"{image.fold} parts of K"] * (image.fold > 1)
+    return f", {' and '.join(what)} side by side in {image.up.panels} panels" if what else ""
+
+
 def routed(plan: Plan, rows: int) -> Bytes:
     """Per step: the expected experts of this rank."""
     return sum((Bytes(image.expert_bytes, image.true_bytes).times(image.layers * distinct_experts(plan, image, rows))

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from mkgen import show
-from mkgen.plan.figures import Bytes, embedded, entries, families, routed
+from mkgen.plan.figures import Bytes, embedded, entries, families, routed, side_by_side
 from mkgen.plan.padding import paddings
 from mkgen.plan.plan import Plan
 from mkgen.show.nest import collectives, nest
@@ -96,7 +96,7 @@ def hbm(made: Plan):
     fixed = [("tape", made.tape_rows * 512, f"{show.several(made.chunks, 'chunk')} through {slots}")]
     for image in made.experts:
         each = f"{image.local_experts} in {image.format}, {image.expert_bytes:,} bytes each" + (f", in {image.pieces} pieces" if image.pieces > 1 else "")
-        fixed.append((image.name, image.bytes, f"{show.several(image.layers, 'layer')} of {each}"))
+        fixed.append((image.name, image.bytes, f"{show.several(image.layers, 'layer')} of {each}{side_by_side(image)}"))
     fixed.append(("embedding", made.embed_rows * 512, "this core's part of the vocabulary"))
     for name, size, note in fixed:
         t.add_row(name, *(show.number(size) for _ in variants), note)

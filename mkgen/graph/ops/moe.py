@@ -186,6 +186,8 @@ class RoutedExperts(Op):
         if batch > 1 and (obstacle := self.alone(image)):
             raise MkgenError(f"{self.name}: build.expert_batch is {batch}, and {obstacle}\n  why: the experts of a batch share one left operand, and each "
                              "lies whole in a slot\n  fix: write build.expert_batch: 1")
+        if batch > 1:
+            b.memory.notes.append((b.sub.name, f"{batch} experts are multiplied in one basic block"))
         b.buffer("expert_slot", (b.build.expert_slots, most, LANES), "u32", "experts, one a slot")
         b.semaphores("expert_sem", (b.build.expert_slots,), "one an expert slot")
         listed = max(min(i.local_experts, b.max_rows * b.top_k(i)) for i in b.memory.experts.values())

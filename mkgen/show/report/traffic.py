@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mkgen.plan.figures import Bytes, distinct_experts, embedded, entries, families
+from mkgen.plan.figures import Bytes, distinct_experts, embedded, entries, families, side_by_side
 from mkgen.plan.plan import Plan, Region
 from mkgen.plan.tape import ROW_BYTES
 
@@ -81,7 +81,7 @@ def tape_of(region: Region) -> list[Piece]:
 def held(plan: Plan, rows: int) -> list[tuple[str, int, str]]:
     """(what, bytes, note): what stays in a core's HBM."""
     out = [("tape", plan.tape_rows * ROW_BYTES, f"{plan.chunks:,} chunks")]
-    out += [(image.name, image.bytes, f"{image.layers} layers × {image.local_experts} × {image.expert_bytes:,} bytes, {image.format}")
+    out += [(image.name, image.bytes, f"{image.layers} layers × {image.local_experts} × {image.expert_bytes:,} bytes, {image.format}{side_by_side(image)}")
             for image in plan.experts]
     out.append(("embedding", plan.embed_rows * ROW_BYTES, "this core's rows of the vocabulary"))
     out.append(("states", plan.state_bytes(rows), ", ".join(plan.states.values()) or "none"))
