@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 from small_specs import spec
@@ -152,14 +153,14 @@ def draw(seed: int) -> Spec:
     ranks = 1
     for n in mesh.values():
         ranks *= n
-    columns, tensor = r.choice(COLUMNS), r.choice([n for n in (1, 1, 2) if ranks % n == 0])
+    columns, tensor = r.choice(COLUMNS), r.choice([n for n in (1, 1, 2, ranks) if ranks % n == 0])
     residual = stream(r)
     if residual.kind == "parallel":
         columns = ("a*2", "f*2")
     mixers = {"a": mixer(r)} | ({"b": mixer(r)} if "b" in columns[0] else {})
     ffns = {"f": ffn(r)} | ({"g": ffn(r)} if "g" in columns[1] else {})
     routed = any(isinstance(f, Moe) for f in ffns.values())
-    return spec(
+    made = spec(
         ranks,
         mixers,
         ffns,
@@ -182,6 +183,16 @@ def draw(seed: int) -> Spec:
         gather=r.choice(("auto", "flat", "staged")),
         reduce=r.choice(({}, {"rest": "staged"}, {"rest": "flat"}, {"rest": "scatter"})) if ranks > 1 else {},
     )
+    return made if not routed else replace(made, build=replace(made.build, **batches(r, made, ffns)))
+
+
+def batches(r: random.Random, made: Spec, ffns: dict) -> dict:
+    """How experts are fetched and multiplied: several at a time where no kind has biases; any number of slots from a batch on."""
+    out = {"first_experts": r.choice((1, 2, 2, 3, 5))}
+    if not any(f.bias for f in ffns.values() if isinstance(f, Moe)):
+        out["expert_batch"] = batch = r.choice((1, 1, 2, 2, 4))
+        out["expert_slots"] = made.build.expert_slots if batch == 1 else batch + r.choice((0, 0, 1, 2, 3))
+    return out
 
 
 @lru_cache(maxsize=None)

@@ -41,8 +41,9 @@ def check_plan(plan: Plan, rows: Iterable[int] | int | None = None) -> list[Find
 
 def examined(plan: Plan) -> dict:
     """What a check looks at: its rules, how many scenarios, of how many layers."""
-    count = sum(len(scenarios(plan, n)) for n in plan.spec.build.rows)
-    return {"rules": RULES, "scenarios": count, "layers": shorten(plan).layers}
+    short = shorten(plan)
+    count = sum(len(scenarios(plan, n, short)) for n in plan.spec.build.rows)
+    return {"rules": RULES, "scenarios": count, "layers": short.layers}
 
 
 def check_runs(plan: Plan, variants: tuple[int, ...], report: Report) -> None:
@@ -52,7 +53,7 @@ def check_runs(plan: Plan, variants: tuple[int, ...], report: Report) -> None:
     for n in variants:
         model = Model(plan, n, text, short)
         ledger = ledger or Ledger(plan, model.moved)
-        for scenario in scenarios(plan, n):
+        for scenario in scenarios(plan, n, short):
             trace = guarded(report, str(scenario), AbstractRun(model, scenario, ledger, report).run)
             traces.setdefault(tuple(trace or ()), str(scenario))
     if ledger:

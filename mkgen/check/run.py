@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from mkgen.check.columns import Columns
 from mkgen.check.exchange import Exchanges
 from mkgen.check.findings import Report
@@ -30,7 +32,7 @@ class AbstractRun:
         self.columns = Columns(model.plan, self.spread.ops, report)
         self.g = self.base = self.turn = self.routed = 0
         self.ids: list[int] = []  # experts that the sub-layer wants
-        self.computed = 0  # pieces of these
+        self.computed: Counter[int] = Counter()  # number in the list of pieces of these -> how often
         self.region: Region | None = None
         self.read: set[int] = set()  # entries of the current chunk that have been read
         self.walkers = {
@@ -48,7 +50,7 @@ class AbstractRun:
         """All regions, then the end. Returns the sequence of exchanges."""
         for layer, index, region in self.model.short.regions:
             self.turn += 1
-            self.region, self.base, self.ids, self.computed = region, self.g, [], 0
+            self.region, self.base, self.ids, self.computed = region, self.g, [], Counter()
             self.values.enter(region.name)
             self.columns.enter()
             scope = {"m": self.m, "g": self.g} | ({} if layer is None else {"layer": layer, "index": index})
@@ -163,8 +165,12 @@ class AbstractRun:
             reads, writes = self.model.moving(n)
             if reads or writes:
                 touch = TOUCHES.get(key, PLAIN)
-                for inner in self.scopes(touch, scope):
-                    self.computed += key in RUN_EXPERTS
+                inners = list(self.scopes(touch, scope))
+                if touch.some and not inners:
+                    self.report.add("loop", where, f"works on {touch.over} of {touch.var}", "there is nothing: a batch has at least one item")
+                for inner in inners:
+                    if key in RUN_EXPERTS:
+                        self.computed[inner["i"]] += 1
                     data = touch.data is None or self.text.value(touch.data, inner)
                     self.touch(where, reads, writes, inner, data)
             if "ring" in reads:
@@ -179,9 +185,11 @@ class AbstractRun:
 
     def every_expert(self) -> None:
         """Each expert that was wanted is computed once, whichever of a loop's steps does it."""
-        wanted = len(self.ids) * self.model.pieces(self.region.name) if self.ids else 0
-        if self.computed != wanted:
-            self.report.add("data", self.where("experts"), f"{self.computed} pieces of experts are computed", f"{wanted} were wanted")
+        wanted = range(len(self.ids) * self.model.pieces(self.region.name) if self.ids else 0)
+        if self.computed != Counter(wanted):
+            wrong = {i: self.computed[i] for i in sorted({*wanted, *self.computed}) if self.computed[i] != (i in wanted)}
+            said = ", ".join(f"number {i} {n} times" for i, n in wrong.items())
+            self.report.add("data", self.where("experts"), f"of {len(wanted)} pieces of experts, {said}", "each that was wanted is computed once")
 
     def scopes(self, touch, scope: dict):
         for value in self.text.value(touch.over, scope) if touch.var else (None,):

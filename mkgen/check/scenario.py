@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mkgen.check.shorten import Short
 from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """positions, tokens: one a row, position -1: inactive. experts: how many the rank runs, a layer each, repeated."""
+    """positions, tokens: one a row, position -1: inactive. experts: how many the rank runs, a layer that routes each, repeated."""
 
     name: str
     rank: int
@@ -23,10 +24,11 @@ class Scenario:
         return f"{self.name}, {self.rows} rows, rank {self.rank}"
 
 
-def scenarios(plan: Plan, rows: int) -> list[Scenario]:
-    """Few, but with every edge: position 0, a tile's edge, the context's end, idle rows, no and many experts."""
+def scenarios(plan: Plan, rows: int, schedule: Short) -> list[Scenario]:
+    """Few, but with every edge: position 0, a tile's edge, the context's end, idle rows, and each of `edge_counts` in some layer of
+    each kind that routes."""
     build = plan.spec.build
-    tile, last, slots = build.kv_tile, build.context - 1, build.expert_slots
+    tile, last = build.kv_tile, build.context - 1
     edges = [0, last, tile - 1, tile, 1, tile + 1, 2 * tile - 1, last - tile]
     near = [tile, 2, 2 * tile, tile - 1, 0, tile + 2, 3, 1]
     most = max((most_experts(plan, image, rows) for image in plan.experts), default=0)
@@ -34,21 +36,55 @@ def scenarios(plan: Plan, rows: int) -> list[Scenario]:
     def spread(pool: list[int], idle: int | None) -> tuple[int, ...]:
         return tuple(-1 if r == idle else max(0, min(pool[r % len(pool)], last)) for r in range(rows))
 
-    some = tuple(min(n, most) for n in (slots + 1, 1, 0, slots, slots - 1, 2 * slots + 1))
+    counts = Counts(plan, rows, schedule)
     none = tuple([-1] * rows)
     plans = [
-        ("rows at edges", spread(edges, None), some),
-        ("one row idle", spread(near, 0 if rows > 1 else None), (0,)),
+        ("rows at edges", spread(edges, None), None),
+        ("one row idle", spread(near, 0 if rows > 1 else None), None),
         ("all rows idle", none, (0,)),
-        ("all rows at the end", tuple([last] * rows), some[::-1]),
+        ("all rows at the end", tuple([last] * rows), None),
         ("last row idle, many experts", spread(edges[1:], rows - 1 if rows > 1 else None), (most,)),
         *([("one row, a batch of tiles part full", (part_full(plan), *none[1:]), (1,))] if sights(plan) and build.tiles_at_once > 1 else []),
     ]
-    return [
-        Scenario(name, rank, rows, positions, tokens(plan, rank, rows, len(name) % 2), experts)
+    out = [
+        Scenario(name, rank, rows, positions, tokens(plan, rank, rows, len(name) % 2), experts or counts.deal())
         for rank in sorted({0, plan.mesh.ranks - 1})
         for name, positions, experts in plans
     ]
+    while counts.left > 0:
+        out.append(replace(out[0], name=f"other numbers of experts, {counts.left} left", experts=counts.deal()))
+    return out
+
+
+class Counts:
+    """Deals numbers of experts to the layers that route, each kind's in turn. left: how many some kind has not had yet."""
+
+    def __init__(self, plan: Plan, rows: int, schedule: Short):
+        self.edges = {image.kind: edge_counts(plan, most_experts(plan, image, rows)) for image in plan.experts}
+        self.turns = [region.name for _, _, region in schedule.regions if region.name in self.edges]
+        self.dealt = dict.fromkeys(self.turns, 0)
+
+    @property
+    def left(self) -> int:
+        return max((len(self.edges[kind]) - n for kind, n in self.dealt.items()), default=0)
+
+    def deal(self) -> tuple[int, ...]:
+        """Of one run of the schedule."""
+        out = []
+        for kind in self.turns:
+            out.append(self.edges[kind][self.dealt[kind] % len(self.edges[kind])])
+            self.dealt[kind] += 1
+        return tuple(out) or (0,)
+
+
+def edge_counts(plan: Plan, most: int) -> list[int]:
+    """Numbers of experts at, below and above which a layer's control changes: none, those that are fetched first, a batch, two, the
+    slots, the refills of one batch and of two, and `most`, of which there are no more. Those that reach much come first."""
+    build = plan.spec.build
+    first, batch, ahead = build.experts_at_once, build.expert_batch, build.experts_ahead
+    edges = (ahead + batch + 1, 1, 0, ahead + 1, ahead, ahead - 1, batch + 1, batch, batch - 1, 2 * batch, first, first + 1, first - 1,
+             ahead + batch, 2 * ahead + batch + 1, most, most - 1)
+    return list(dict.fromkeys(n for n in edges if 0 <= n <= most))
 
 
 def part_full(plan: Plan) -> int:

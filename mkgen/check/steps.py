@@ -19,19 +19,21 @@ TAPE_TEXT = re.compile(r"\b(tape_rows|vector|panels|columns)\(m, g, (\d+), (\d+)
 
 @dataclass(frozen=True)
 class Touch:
-    """The scopes that a step works in: for each `var` in `over`, and `bind` on top. data: where it needs valid data."""
+    """The scopes that a step works in: for each `var` in `over`, and `bind` on top. data: where it needs valid data. some: it has no
+    step where there is nothing: what it reads beside its items is theirs."""
 
     var: str | None = None
     over: str = ""
     bind: tuple[tuple[str, str], ...] = ()
     data: str | None = None
+    some: bool = False
 
 
 TOUCHES = {  # (template, macro): all others work in the scope that they stand in
     ("attention", "attend"): Touch(
-        "i", "range(batch * KV_BATCH, min((batch + 1) * KV_BATCH, kv.count[0]))", (("row", "kv_row(kv, i)"),)
+        "i", "range(batch * KV_BATCH, min((batch + 1) * KV_BATCH, kv.count[0]))", (("row", "kv_row(kv, i)"),), some=True
     ),
-    ("experts", "batch"): Touch("i", "range(batch * EXPERT_BATCH, min((batch + 1) * EXPERT_BATCH, m.expert_count[0]))"),
+    ("experts", "batch"): Touch("i", "range(batch * EXPERT_BATCH, min((batch + 1) * EXPERT_BATCH, m.expert_count[0]))", some=True),
     ("attention", "words"): Touch("row", "active_rows(m)"),
     ("ends", "embed"): Touch("row", "range(m.rows)", data="embed_here(m, row)"),
 }

@@ -68,8 +68,9 @@ def check_code(plan: Plan, module: ModuleType | None = None, *, few: bool = Fals
     try:
         module = module or load_kernel(plan)
         for rows in (max(plan.spec.build.rows),) if few else plan.spec.build.rows:
-            given = scenarios(plan, rows)
-            variant = Variant(plan, module, rows, whole(plan), report, done)
+            schedule = whole(plan)
+            given = scenarios(plan, rows, schedule)
+            variant = Variant(plan, module, rows, schedule, report, done)
             for scenario in [given[0], replace(given[MEETING], rank=plan.mesh.ranks - 1)] if few else given:
                 variant.alone(scenario)
             if meet and plan.mesh.ranks > 1:
