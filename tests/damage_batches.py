@@ -95,7 +95,7 @@ def places(plan: Plan, *parts: type) -> list[Site]:
 
 
 def only(n: Node, ask: str) -> Node:
-    return replace(n, when=f"({n.when}) and {ask}")
+    return replace(n, when=f"({n.when}) & ({ask})")
 
 
 # -- places of a batch -----------------------------------------------------------------------------------------------------

@@ -11,11 +11,14 @@ import damage
 import pytest
 import random_specs
 from conftest import ROOT
+from damage_batches import ALL
+from small_specs import spec
 
 from mkgen.check import check_plan
 from mkgen.graph.build import build_graph
 from mkgen.plan.planner import make_plan
 from mkgen.spec.load import load_spec
+from mkgen.spec.model import Gqa, Moe
 from mkgen.targets import load_target
 
 QUICK, MANY = range(10), range(1000, 1100)  # seeds of random specs
@@ -43,6 +46,33 @@ def test_there_are_many_kinds_of_damage():
 def test_no_damage_is_accepted():
     made, missed = accepted(QUICK)
     assert missed == [] and made.total() > 300, made
+
+
+# experts a batch, slots, first ones, rows, of each row, ranks that share an expert: batches that are full and not, one and several
+BATCHES = {
+    "slots of one batch": (2, 2, 1, (3,), 3, 1),
+    "most is ahead": (2, 3, 2, (1,), 3, 1),
+    "slots no whole batches": (2, 5, 3, (4,), 3, 1),
+    "all in one batch": (4, 4, 2, (2,), 2, 2),
+    "one and eight rows": (4, 6, 5, (1, 8), 3, 2),
+    "never full": (4, 5, 1, (1,), 3, 1),
+    "more first than slots": (2, 2, 7, (8,), 1, 2),
+    "no batches": (1, 3, 2, (2,), 3, 1),
+    "no batches, first in routing": (1, 4, 3, (3,), 2, 2),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_no_damage_to_experts_is_accepted_anywhere(case):
+    """Every place of a batch, every way of `damage_batches`."""
+    batch, slots, first, rows, top_k, shares = BATCHES[case]
+    build = {"expert_batch": batch, "expert_slots": slots, "first_experts": first, "rows": rows}
+    made = spec(2, {"a": Gqa(2, 1, 32)}, {"f": Moe(16, top_k, 32)}, "a", "f", 128, expert_parallel=2 // shares, tensor_parallel=shares, **build)
+    plan = make_plan(made, build_graph(made), load_target(made.build.chip))
+    assert [str(f) for f in check_plan(plan)] == []
+    found = {name: [bool(check_plan(damaged)) for damaged in damages(plan)] for name, damages in ALL.items()}
+    assert {name: told.count(False) for name, told in found.items() if not all(told)} == {}
+    assert sum(map(len, found.values())) > (30 if batch > 1 else 10)
 
 
 @pytest.mark.slow

@@ -12,16 +12,26 @@ from click.testing import CliRunner
 
 import mkgen.profile as profile
 from conftest import ROOT
+from mkgen.check.model import Model, Text
+from mkgen.check.scenario import Scenario, tokens
+from mkgen.check.shorten import whole
 from mkgen.cli import main
 from mkgen.errors import MkgenError
+from mkgen.graph.build import build_graph
 from mkgen.plan.figures import figures
+from mkgen.plan.planner import make_plan
 from mkgen.profile.scoreboard import Cycles
+from mkgen.prove.expansion import Copy
+from mkgen.prove.expansion import Expansion as PlanExpansion
 from mkgen.simulate import predict as predicting
 from mkgen.simulate.draws import IDENTICAL, busiest, draw_experts, steps_for
 from mkgen.simulate.engine import replay
 from mkgen.simulate.events import Await, Fetch, Receive, Send, Work
 from mkgen.simulate.expand import Expansion, expand
 from mkgen.simulate.predict import predict, sensitivity
+from mkgen.spec.model import Gqa, Moe
+from mkgen.targets import load_target
+from small_specs import spec
 
 KIMI, QWEN = (str(ROOT / "model_specs" / f"{name}.yaml") for name in ("kimi_k3", "qwen3_30b_a3b"))
 
@@ -148,6 +158,35 @@ def test_a_longer_context_reads_more_tiles(kimi_plan):
         sizes.append(sum(isinstance(e, Fetch) and e.stream == "cache" and not e.writes for e in events))
     mla = sum(mixer == "mla" for mixer, _ in kimi_plan.graph.layers)
     assert sizes == [0, mla, 2 * mla, 16 * mla]             # the new token is in no tile that is read
+
+
+def small_plan(batch: int, slots: int, first: int):
+    """Two ranks that share all experts, of which a layer has none to eight."""
+    made = spec(2, {"a": Gqa(2, 1, 32)}, {"f": Moe(8, 3, 64)}, "a*6", "f*6", hidden=512, expert_parallel=1, tensor_parallel=2, expert_batch=batch,
+                expert_slots=slots, first_experts=first, formats={"experts": "mxfp4"}, ends={"vocab": 700})
+    return make_plan(made, build_graph(made), load_target(made.build.chip))
+
+
+@pytest.mark.parametrize("batch, slots, first", [(1, 3, 2), (2, 2, 1), (2, 3, 2), (4, 7, 3), (4, 5, 9)])
+def test_copies_of_a_step_are_those_of_the_plan(monkeypatch, batch, slots, first):
+    """In its order, with their bytes, and as many batches are computed: of layers with no expert, few and all of them."""
+    def measured(job, asked) -> dict[str, Cycles]:
+        runs = {a.key for a in asked if re.search(r"\n *run_experts?\(m, ", a.function)}
+        return {key: replace(c, all=1e6) if key in runs else c for key, c in made_up(job, asked).items()}
+
+    monkeypatch.setattr(profile, "measure", measured)
+    plan, rows, counts = small_plan(batch, slots, first), 3, (5, 0, 8, 1, 4, 3)
+    last = plan.spec.build.context - 1
+    events = Expansion(plan, rows, profile.profile_plan(plan, rows)).step([(n, 0) for n in counts])
+    scenario = Scenario("simulated", 0, rows, (last,) * rows, tokens(plan, 0, rows), counts)
+    said = [c for c in PlanExpansion(Model(plan, rows, Text(plan), whole(plan)), scenario).expand() if isinstance(c, Copy)]
+    copies = [e for e in events if isinstance(e, (Fetch, Await))]
+    assert [isinstance(e, Fetch) for e in copies] == [c.starts for c in said]
+    assert [e.bytes for e in copies if isinstance(e, Fetch)] == [c.source.bytes for c in said if c.starts]
+    slots_of = [(isinstance(e, Fetch), e.key[1]) for e in copies if e.key[0] == "expert_copy"]
+    assert slots_of == [(c.starts, c.semaphore.box) for c in said if c.semaphore.buffer == "expert_sem"] and len(slots_of) == 2 * sum(counts)
+    computed = Counter(e.where.layer for e in events if isinstance(e, Work) and e.cycles == 1e6)
+    assert [computed[n] for n in range(6)] == [-(-count // batch) for count in counts]
 
 
 def test_too_few_experts_are_refused(qwen_plan):

@@ -15,7 +15,7 @@ from mkgen.plan.planner import make_plan
 from mkgen.prove.drive import load_kernel
 from mkgen.prove.mini import mini_spec
 from mkgen.prove.trace_code import check_code
-from mkgen.spec.model import Mla, Moe
+from mkgen.spec.model import Gqa, Mla, Moe
 from mkgen.targets import load_target
 
 
@@ -23,6 +23,29 @@ def small(plan: Plan) -> Plan:
     """The plan of the mini model of the same spec."""
     spec = mini_spec(plan.spec)
     return make_plan(spec, build_graph(spec), load_target(spec.build.chip))
+
+
+@pytest.fixture(scope="session")
+def batches() -> Plan:
+    """Two ranks that share all experts: slices narrower than a panel, in batches of two, the slots no whole number of batches."""
+    made = spec(
+        2,
+        {"a": Gqa(2, 1, 32)},
+        {"f": Moe(8, 3, 64)},
+        "a*2",
+        "f*2",
+        hidden=512,
+        expert_parallel=1,
+        tensor_parallel=2,
+        expert_batch=2,
+        expert_slots=3,
+        first_experts=1,
+        formats={"experts": "mxfp4"},
+        ends={"vocab": 700},
+    )
+    plan = make_plan(made, build_graph(made), load_target(made.build.chip))
+    assert [(image.joint, image.up.parts) for image in plan.experts] == [(True, 2)]
+    return plan
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +68,13 @@ def mini() -> Plan:
     return make_plan(made, build_graph(made), load_target(made.build.chip))
 
 
-def damaged_module(plan: Plan, monkeypatch, template: str, old: str, new: str):
-    """The module that comes out if one place in a template is other text. The files stay as they are."""
+def damaged_module(plan: Plan, monkeypatch, template: str | None, old: str, new: str):
+    """The module that comes out if one place in a template, or else in what is printed, is other text. The files stay as they are."""
+    if template is None:
+        whole = render.kernel_text(plan)
+        assert whole.count(old) == 1, f"there is not one {old!r}"
+        monkeypatch.setattr(render, "kernel_text", lambda _: whole.replace(old, new))
+        return load_kernel(plan)
     text = (render.template_dir() / template).read_text(encoding="utf-8")
     assert text.count(old) >= 1, f"{template} has no {old!r}"
     sound = render.environment.__wrapped__       # not the one that all tests of this process share
@@ -66,6 +94,14 @@ def test_the_code_of_a_mini_does_what_its_plan_says(request, name):
     done = check_code(plan)
     assert [str(f) for f in done.findings] == []
     assert done.moves > 1000 and done.accesses > 1000 and done.ranks == plan.mesh.ranks and done.messages > 50
+
+
+def test_the_code_of_batches_does_what_its_plan_says(batches):
+    """And in every number of experts that its control knows."""
+    assert check_plan(batches) == []
+    done = check_code(batches)
+    assert [str(f) for f in done.findings] == []
+    assert done.moves > 900 and done.ranks == 2
 
 
 def test_the_code_of_the_full_size_model_does_what_its_plan_says(qwen_plan):
@@ -230,6 +266,35 @@ def test_a_damaged_template_is_found(mini, monkeypatch, name):
     template, old, new, rule = DAMAGE[name]
     assert check_plan(mini) == [], "the plan knows nothing of it"
     done = check_code(mini, damaged_module(mini, monkeypatch, template, old, new), few=True)
+    assert any(f.rule == rule for f in done.findings), f"{rule} expected: {[str(f) for f in done.findings][:4]}"
+
+
+BATCH_WAIT = "pl.when(due)(lambda: expert_copy(m, index, batch * EXPERT_BATCH + j).wait())"
+BATCH = "lib/expert_batch.py.j2"
+SLOTS_OF_A_BATCH = "slots = [lax.rem(i, EXPERT_SLOTS) for i in places]"
+SLOTS_BY_PLACE = "slots = [lax.rem(j, EXPERT_SLOTS) for j in range(EXPERT_BATCH)]"
+BATCH_DAMAGE = {  # as DAMAGE; no template: in what the plan's nodes are printed as
+    "slots of the experts behind": (BATCH, SLOTS_OF_A_BATCH, SLOTS_OF_A_BATCH.replace("rem(i,", "rem(i + 1,"), "code flight"),
+    "one slot for all of a batch": (BATCH, SLOTS_OF_A_BATCH, SLOTS_OF_A_BATCH.replace("rem(i,", "rem(places[0],"), "code flight"),
+    "slot by place": (BATCH, SLOTS_OF_A_BATCH, SLOTS_BY_PLACE, "code flight"),
+    "a batch of the batch before": (BATCH, "listed = [batch * EXPERT_BATCH", "listed = [jnp.maximum(batch - 1, 0) * EXPERT_BATCH", "code flight"),
+    "slots beyond the list": (BATCH, SLOTS_OF_A_BATCH, SLOTS_OF_A_BATCH.replace("in places", "in listed"), "code flight"),
+    "experts beyond the list": (BATCH, "jnp.minimum(i, last) for i in listed", "i for i in listed", "code"),
+    "waits of a batch dropped": (None, BATCH_WAIT, "pass", "code"),
+    "wait of its first dropped": (None, BATCH_WAIT, BATCH_WAIT.replace("pl.when(due)", "pl.when(due & (j > 0))"), "code"),
+    "wait of its last dropped": (None, BATCH_WAIT, BATCH_WAIT.replace("pl.when(due)", "pl.when(due & (j < 1))"), "code"),
+    "waits for the batch behind": (None, BATCH_WAIT, BATCH_WAIT.replace("batch *", "(batch + 1) *"), "code"),
+    "part full batch not computed": (None, "m.expert_count[0] + EXPERT_BATCH - 1", "m.expert_count[0]", "code"),
+    "one batch too many": (None, "m.expert_count[0] + EXPERT_BATCH - 1", "m.expert_count[0] + EXPERT_BATCH", "code"),
+    "first fetched twice": (None, "expert_copy(m, index, FIRST_EXPERTS + i)", "expert_copy(m, index, i)", "code"),
+    "refill of another slot": (None, "EXPERT_BATCH + j + EXPERTS_AHEAD)", "EXPERT_BATCH + j + EXPERT_BATCH)", "code"),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_DAMAGE)
+def test_a_damaged_template_of_batches_is_found(batches, monkeypatch, name):
+    template, old, new, rule = BATCH_DAMAGE[name]
+    done = check_code(batches, damaged_module(batches, monkeypatch, template, old, new), meet=False)
     assert any(f.rule == rule for f in done.findings), f"{rule} expected: {[str(f) for f in done.findings][:4]}"
 
 

@@ -14,6 +14,7 @@ from queue import Empty, Queue
 
 import damage
 import pytest
+from damage_batches import ALL
 from damage_tools import changed, is_copy, swapped
 from small_specs import spec
 
@@ -61,6 +62,24 @@ def experts() -> Plan:
         hidden=128,
         rows=(3,),
         block_kib=48,
+        ends={"vocab": 700},
+    )
+
+
+def batches() -> Plan:
+    """One rank: up to six experts in batches of two, the last one part full or not, more of them than the three slots."""
+    return plan_of(
+        1,
+        {"a": Gqa(2, 1, 32)},
+        {"f": Moe(8, 3, 32)},
+        "a",
+        "f",
+        hidden=128,
+        rows=(2,),
+        block_kib=48,
+        expert_batch=2,
+        expert_slots=3,
+        first_experts=1,
         ends={"vocab": 700},
     )
 
@@ -142,8 +161,27 @@ EXPERTS = {
         lambda n: (),
     ),
 }
-CASES = {"attention": (attention, ATTENTION), "experts": (experts, EXPERTS)}
-QUICK = {"attention": ("wait of a chunk dropped", "missing drain of a write-back", "refill before the last read")}
+
+
+def nth(kind: str, n: int):
+    """Of all that a kind of damage to experts lists."""
+    return lambda plan: [*ALL[kind](plan)][n]
+
+
+BATCHES = {
+    "wait of a batch's first dropped": nth("copy of one place dropped", 0),
+    "wait of a batch's second dropped": nth("copy of one place dropped", 1),
+    "start of a batch's first dropped": nth("copy of one place dropped", 2),
+    "slot overwritten before its batch": of("refills before their batch"),
+    "wait behind its batch": nth("copy of one place moved", 0),
+    "refill for the batch behind": nth("batch of another number", 0),
+    "batch computed twice": nth("experts computed twice or never", 0),
+    "batches never computed": nth("experts computed twice or never", 1),
+    "part full batch not computed": nth("other number of batches", 0),
+    "first fetched twice": nth("expert loop off by one", 0),
+}
+CASES = {"attention": (attention, ATTENTION), "experts": (experts, EXPERTS), "batches": (batches, BATCHES)}
+QUICK = {"attention": ("wait of a chunk dropped", "missing drain of a write-back", "refill before the last read"), "batches": ("wait of a batch's second dropped",)}
 
 
 def interpreted(sound: Plan, plans: dict[str, Plan]) -> dict[str, list[str]]:

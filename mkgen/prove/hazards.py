@@ -7,7 +7,7 @@ the plan says that it does.
 from __future__ import annotations
 
 from mkgen.check.findings import Report
-from mkgen.check.refs import overlap
+from mkgen.check.refs import Box, overlap
 from mkgen.prove.agree import spot_bytes, spot_text
 from mkgen.prove.machine import Event, Spot
 
@@ -26,6 +26,7 @@ class Hazards:
         self.owed: dict[Spot, int] = {}  # bytes that a semaphore gives when all sends on it have left
         self.leaving: dict[Spot, list[Event]] = {}
         self.arrivals: set[Spot] = set()
+        self.filled: dict[str, set[Box]] = {}  # what copies have brought into buffers that nothing else fills
 
     def run(self, events: list[Event], hbm: set[str]) -> None:
         """hbm: buffers whose contents are not for the kernel to read."""
@@ -33,6 +34,8 @@ class Hazards:
         steps = {"start": self.start, "send": self.send, "wait": self.wait, "read": self.read, "write": self.write}
         self.arrivals = {e.semaphore for e in events if e.what == "send"}
         self.peers = {e.place[0] for e in events if e.what == "send"}
+        brought, made = ({e.place[0] for e in events if e.what in what} for what in (("start",), ("write", "send")))
+        self.filled = {name: set() for name in brought - made - hbm}
         for e in events:
             if e.what in steps:
                 steps[e.what](e)
@@ -150,6 +153,8 @@ class Hazards:
                 self.going[f.source[0]].remove(f)
                 if f.place[0] not in self.hbm:
                     self.unread.setdefault(f.place[0], []).append(f)
+                if f.place[0] in self.filled:
+                    self.filled[f.place[0]].add(f.place[1])
 
     # -- accesses ---------------------------------------------------------------------------------------------------------
 
@@ -164,6 +169,8 @@ class Hazards:
                     f"reads {spot_text(e.place)} while a copy is on its way to {spot_text(f.place)}",
                     "it has not been waited for",
                 )
+        if name in self.filled and not any(overlap(held, box) for held in self.filled[name]):
+            self.bad(e, name, f"reads {spot_text(e.place)}", "no copy has brought anything there")
         unread = self.unread.get(name)
         if unread:
             self.unread[name] = [f for f in unread if not overlap(f.place[1], box)]
