@@ -181,7 +181,7 @@ BATCHES = {
     "first fetched twice": nth("expert loop off by one", 0),
 }
 CASES = {"attention": (attention, ATTENTION), "experts": (experts, EXPERTS), "batches": (batches, BATCHES)}
-QUICK = {"attention": ("wait of a chunk dropped", "missing drain of a write-back", "refill before the last read"), "batches": ("wait of a batch's second dropped",)}
+QUICK = {"attention": ("wait of a chunk dropped", "missing drain of a write-back", "refill before the last read")}
 
 
 def interpreted(sound: Plan, plans: dict[str, Plan]) -> dict[str, list[str]]:
