@@ -95,6 +95,9 @@ def test_sums_have_one_order(rows):
     pairs = xs[:, ::2] + xs[:, 1::2]
     want = (pairs[:, 0] + pairs[:, 1]) + (pairs[:, 2] + pairs[:, 3])
     np.testing.assert_array_equal(np.asarray(kernel.sublane_sums(list(jnp.asarray(xs))))[:rows], want)
+    for lines in (1, 3, 5):                              # told that the rest are zero
+        few = list(jnp.where(jnp.arange(8)[:, None] < lines, xs, 0))
+        np.testing.assert_array_equal(np.asarray(kernel.sublane_sums(few, lines))[:rows], np.asarray(kernel.sublane_sums(few))[:rows])
     xs[-1] = np.nan
     np.testing.assert_array_equal(np.asarray(kernel.sublane_sums(list(jnp.asarray(xs))))[:rows - 1], want[:-1])
 
