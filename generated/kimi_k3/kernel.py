@@ -658,11 +658,12 @@ def spread(m, left, x, f):
         stack = jnp.concatenate(blocks).astype(bf16)
         left[c, : stack.shape[0], :width] = stack
 
-def sublane_sums(xs):
-    """Up to 8 of [8, n] -> [8, n]: row j is the sum of the j-th's rows, in one order for all."""
+def sublane_sums(xs, lines=8):
+    """Up to 8 of [8, n] -> [8, n]: row j is the sum of the j-th's rows, in one order for all.
+    From row `lines` on they are zero."""
     for by in (1, 2, 4):
         if len(xs) == 1:  # the rows that count are lower ones
-            xs = [xs[0] + jnp.roll(xs[0], -by, 0)]
+            xs = [xs[0] + jnp.roll(xs[0], -by, 0)] if by < lines else xs
             continue
         lower = lax.broadcasted_iota(i32, xs[0].shape, 0) & by == 0
         pairs = zip(xs[::2], [*xs[1::2], xs[-1]])
@@ -688,7 +689,7 @@ def coded_matmul(m, slots, slot, s, left, write, rows=0):
             y = dot(left[c, : groups * 2 * rows, :depth], w)
             for j, part in enumerate(jnp.split(y, rows)):
                 totals[j] += sum(jnp.split(part, 2)) * scales[c * groups :][:groups]
-        for panel, part in zip(run, heads_of(sublane_sums(totals), LANES)):
+        for panel, part in zip(run, heads_of(sublane_sums(totals, -(-s.k // f.group)), LANES)):
             write(panel, part)
 
 def run_expert(m, i, route, y, alone=False):
