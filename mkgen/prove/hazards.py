@@ -6,6 +6,9 @@ the plan says that it does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from mkgen.check.findings import Report
 from mkgen.check.refs import Box, overlap
 from mkgen.prove.agree import spot_bytes, spot_text
@@ -14,15 +17,30 @@ from mkgen.prove.machine import Event, Spot
 RULE = "code flight"
 
 
-class Hazards:
-    """dims: shapes of all buffers; item: bytes of an element; lone: VMEM buffers of one rank alone (not peers')."""
+@dataclass
+class Arrived:
+    """What a copy has brought into VMEM; left: the boxes of it that nothing has read."""
 
-    def __init__(self, dims: dict[str, tuple[int, ...]], item: dict[str, int], report: Report):
-        self.dims, self.item, self.report = dims, item, report
+    copy: Event
+    left: list[Box]
+
+
+class Hazards:
+    """dims: shapes of all buffers; item: bytes of an element. parts: of a copy's source, rows of it that have to be read each, counted
+    from its first; none: something of it."""
+
+    def __init__(
+        self,
+        dims: dict[str, tuple[int, ...]],
+        item: dict[str, int],
+        report: Report,
+        parts: Callable[[Spot], list[tuple[int, int]]] = lambda source: [],
+    ):
+        self.dims, self.item, self.report, self.parts = dims, item, report, parts
         self.on: dict[Spot, list[list]] = {}  # semaphore -> [event, waited for?]
         self.coming: dict[str, list[Event]] = {}
         self.going: dict[str, list[Event]] = {}
-        self.unread: dict[str, list[Event]] = {}  # arrived in VMEM, not yet read
+        self.unread: dict[str, list[Arrived]] = {}
         self.owed: dict[Spot, int] = {}  # bytes that a semaphore gives when all sends on it have left
         self.leaving: dict[Spot, list[Event]] = {}
         self.arrivals: set[Spot] = set()
@@ -89,15 +107,15 @@ class Hazards:
         """What was copied there is gone: was it read?"""
         name, box = place
         if name in self.unread:
-            for f in self.unread[name]:
-                if overlap(f.place[1], box):
-                    self.bad(
-                        f,
-                        name,
-                        f"{spot_text(f.source)} is copied to {spot_text(f.place)}",
-                        "nothing reads it there before it is overwritten",
-                    )
-            self.unread[name] = [f for f in self.unread[name] if not overlap(f.place[1], box)]
+            for a in self.unread[name]:
+                if overlap(a.copy.place[1], box):
+                    self.unused(a, "before it is overwritten")
+            self.unread[name] = [a for a in self.unread[name] if not overlap(a.copy.place[1], box)]
+
+    def unused(self, a: Arrived, when: str) -> None:
+        f, (name, box) = a.copy, a.copy.place
+        rest = "" if a.left == [box] else f", of it {spot_text((name, a.left[0]))}"
+        self.bad(f, name, f"{spot_text(f.source)} is copied to {spot_text(f.place)}{rest}", f"nothing reads it there {when}")
 
     def send(self, e: Event) -> None:
         self.within(e, e.source)
@@ -152,9 +170,14 @@ class Hazards:
                 self.coming[f.place[0]].remove(f)
                 self.going[f.source[0]].remove(f)
                 if f.place[0] not in self.hbm:
-                    self.unread.setdefault(f.place[0], []).append(f)
+                    self.unread.setdefault(f.place[0], []).append(Arrived(f, self.boxes(f)))
                 if f.place[0] in self.filled:
                     self.filled[f.place[0]].add(f.place[1])
+
+    def boxes(self, f: Event) -> list[Box]:
+        """The parts of a copy's target that have to be read."""
+        *outer, (first, _), columns = box = f.place[1]
+        return [(*outer, (first + lo, first + hi), columns) for lo, hi in self.parts(f.source)] or [box]
 
     # -- accesses ---------------------------------------------------------------------------------------------------------
 
@@ -173,7 +196,10 @@ class Hazards:
             self.bad(e, name, f"reads {spot_text(e.place)}", "no copy has brought anything there")
         unread = self.unread.get(name)
         if unread:
-            self.unread[name] = [f for f in unread if not overlap(f.place[1], box)]
+            for a in unread:
+                if overlap(a.copy.place[1], box):
+                    a.left = [part for part in a.left if not overlap(part, box)]
+            self.unread[name] = [a for a in unread if a.left]
 
     def write(self, e: Event) -> None:
         self.within(e, e.place)
@@ -213,6 +239,6 @@ class Hazards:
                     f"{owed} bytes of messages have not been waited for at the end",
                     "a semaphore is zero at exit",
                 )
-        for name, events in self.unread.items():
-            for f in events:
-                self.bad(f, name, f"{spot_text(f.source)} is copied to {spot_text(f.place)}", "nothing reads it there")
+        for arrived in self.unread.values():
+            for a in arrived:
+                self.unused(a, "before the end")

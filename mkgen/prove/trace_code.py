@@ -16,12 +16,13 @@ from mkgen.check.model import Model, Text
 from mkgen.check.refs import BadExpression
 from mkgen.check.scenario import Scenario, scenarios
 from mkgen.check.shorten import Short, shorten, whole
+from mkgen.plan.experts import ExpertImage
 from mkgen.plan.plan import Plan
 from mkgen.prove.agree import check_agreement
 from mkgen.prove.control import Unfollowable
 from mkgen.prove.expansion import Expansion
 from mkgen.prove.hazards import Hazards
-from mkgen.prove.machine import Stuck, run_program
+from mkgen.prove.machine import Spot, Stuck, run_program
 from mkgen.prove.program import Program, trace_program
 from mkgen.prove.ranks import Ranks, shared_events
 from mkgen.prove.rung import Rung, answer
@@ -105,6 +106,8 @@ class Variant:
             module.LAYERS = layers
         self.limits()
         self.item = {b.name: ITEM.get(b.dtype, 4) for b in plan.buffers.values()}
+        self.chunks = dict(zip(schedule.chunks[::2], entry_rows(schedule)))
+        self.images = {image.name: expert_rows(image) for image in plan.experts}
         self.hbm = {"tape", "embedding", *(image.name for image in plan.experts), *plan.states.values()}
 
     def limits(self) -> None:
@@ -139,8 +142,13 @@ class Variant:
                 "the kernel can be followed with a scenario's numbers",
             )
         check_agreement(said, trace, self.item, self.report)
-        Hazards(self.program.control.shapes, self.item, self.report).run(trace, self.hbm)
+        Hazards(self.program.control.shapes, self.item, self.report, self.parts).run(trace, self.hbm)
         self.done.runs.append((str(scenario), len(said), sum(e.what in ("read", "write") for e in trace)))
+
+    def parts(self, source: Spot) -> list[tuple[int, int]]:
+        """Rows of what a copy brings that have to be read each: the entries of a chunk, the matrices and biases of an expert."""
+        name, ((first, _), *_) = source
+        return self.chunks.get(first, []) if name == "tape" else self.images.get(name, [])
 
     def together(self, scenario: Scenario) -> None:
         """All ranks' exchanges."""
@@ -156,3 +164,18 @@ class Variant:
         met = Ranks(traces, self.item, self.report)
         met.run()
         self.done.ranks, self.done.messages = len(traces), self.done.messages + sum(map(len, met.messages))
+
+
+def entry_rows(schedule: Short) -> list[list[tuple[int, int]]]:
+    """Of each chunk, the rows of each entry."""
+    return [[(e.row, e.row + e.rows) for e in c.entries] for _, _, region in schedule.regions for c in region.chunks]
+
+
+def expert_rows(image: ExpertImage) -> list[tuple[int, int]]:
+    """Of an expert's image: the codes of each panel, what scales them, a row for each panel's bias."""
+    out = []
+    for s in (image.up, image.down):
+        out += [(s.at + n * s.panel_rows, s.at + (n + 1) * s.panel_rows) for n in range(s.panels)]
+        for at, rows in ((s.scales_at, s.scale_rows), (s.zeros_at, s.zero_rows), (s.columns_at, s.column_rows)):
+            out += [(at + n * rows, at + (n + 1) * rows) for n in range(s.panels) if rows]
+    return out + [(at, at + 1) for at in range(image.bias_at, image.bias_at + (image.up.panels + image.down.panels if image.biases else 0))]
