@@ -75,6 +75,14 @@ def test_no_damage_to_experts_is_accepted_anywhere(case):
     assert sum(map(len, found.values())) > (30 if batch > 1 else 10)
 
 
+def test_a_batch_that_has_more_experts_than_slots_is_found():
+    """The spec's own check refuses it; here the plan is made without."""
+    made = spec(2, {"a": Gqa(2, 1, 32)}, {"f": Moe(16, 3, 32)}, "a", "f", 128, expert_batch=4, expert_slots=4)
+    made = replace(made, build=replace(made.build, expert_slots=3))
+    found = check_plan(make_plan(made, build_graph(made), load_target(made.build.chip)))
+    assert {"pairing", "flight", "data"} <= {f.rule for f in found}
+
+
 @pytest.mark.slow
 def test_no_damage_is_accepted_in_thousands():
     made, missed = accepted(MANY)

@@ -15,14 +15,15 @@ from mkgen.prove.agree import spot_bytes, spot_text
 from mkgen.prove.machine import Event, Spot
 
 RULE = "code flight"
+ROWS = -2  # of a box of VMEM
 
 
 @dataclass
 class Arrived:
-    """What a copy has brought into VMEM; left: the boxes of it that nothing has read."""
+    """What a copy has brought into VMEM; left: rows of the buffer in which nothing has read it."""
 
     copy: Event
-    left: list[Box]
+    left: list[tuple[int, int]]
 
 
 class Hazards:
@@ -114,7 +115,7 @@ class Hazards:
 
     def unused(self, a: Arrived, when: str) -> None:
         f, (name, box) = a.copy, a.copy.place
-        rest = "" if a.left == [box] else f", of it {spot_text((name, a.left[0]))}"
+        rest = "" if a.left == [box[ROWS]] else f", of it rows {a.left[0][0]} to {a.left[0][1]}"
         self.bad(f, name, f"{spot_text(f.source)} is copied to {spot_text(f.place)}{rest}", f"nothing reads it there {when}")
 
     def send(self, e: Event) -> None:
@@ -170,14 +171,14 @@ class Hazards:
                 self.coming[f.place[0]].remove(f)
                 self.going[f.source[0]].remove(f)
                 if f.place[0] not in self.hbm:
-                    self.unread.setdefault(f.place[0], []).append(Arrived(f, self.boxes(f)))
+                    self.unread.setdefault(f.place[0], []).append(Arrived(f, self.rows(f)))
                 if f.place[0] in self.filled:
                     self.filled[f.place[0]].add(f.place[1])
 
-    def boxes(self, f: Event) -> list[Box]:
-        """The parts of a copy's target that have to be read."""
-        *outer, (first, _), columns = box = f.place[1]
-        return [(*outer, (first + lo, first + hi), columns) for lo, hi in self.parts(f.source)] or [box]
+    def rows(self, f: Event) -> list[tuple[int, int]]:
+        """The parts of a copy's target that have to be read, or all of it as one."""
+        first, last = f.place[1][ROWS]
+        return [(first + lo, first + hi) for lo, hi in self.parts(f.source)] or [(first, last)]
 
     # -- accesses ---------------------------------------------------------------------------------------------------------
 
@@ -198,7 +199,8 @@ class Hazards:
         if unread:
             for a in unread:
                 if overlap(a.copy.place[1], box):
-                    a.left = [part for part in a.left if not overlap(part, box)]
+                    first, last = box[ROWS]
+                    a.left = [(lo, hi) for lo, hi in a.left if hi <= first or lo >= last]
             self.unread[name] = [a for a in unread if a.left]
 
     def write(self, e: Event) -> None:
