@@ -3,8 +3,8 @@
 Both sides by one simulator on one set of terms: independent rows, uniform routing with a fixed seed, at least 1,000 layers drawn, each
 waiting for its busiest rank; the last position of the context; prologue, dispatch and every exchange counted, with a call of the host for
 every step and with one for `CALL` steps. A spec is taken with
-its overlay in model_specs/tuned/, if there is one (that for its rows before that for one), once as it is and once with what `EXTRA` says; each row count as a module of its own
-(all of them read the same packed weights).
+its overlay in model_specs/tuned/, if there is one (that for its rows before that for one), once as it is and once with what `EXTRA` says; each
+row count as a module of its own. Modules whose overlays cut the experts alike read the same packed weights.
 """
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ both sides: a sixteenth of the dispatch, and what a trip of the loop is assumed 
 
 {table}
 
-Kimi K3's rows are distinct; those of Muse Spark are alike, as in its published runs, unless a line says otherwise. `published` of the last two is
+Kimi K3's experts are cut over all 32 ranks at 1 and 2 rows, so that every rank has the same to do; at 4 and 8 rows over 8 ranks in each of 4 groups, whose larger
+slices need fewer descriptors: two packings of the weights. Its rows are distinct; those of Muse Spark are alike, as in its published runs, unless a line says otherwise. `published` of the last two is
 no measurement: an estimate of the hand-written kernel, and XLA's static profile (docs/against_xla.md), a dispatch a step: its ratio is to mkgen's with
 one a step. The kernels were measured at 16 (Muse Spark) and 64 steps a call.
 
