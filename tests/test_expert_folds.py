@@ -1,4 +1,4 @@
-"""Expert matrices whose columns do not fill their panels: parts of K lie side by side instead of padding."""
+"""Expert matrices whose columns do not fill their panels: parts of K, and gate and up, lie side by side instead of padding."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from mkgen.graph.build import build_graph
 from mkgen.pack.coded import decode
 from mkgen.pack.image import expert_image
 from mkgen.pack.unpack import expert_from_images
-from mkgen.plan.experts import folds, plan_experts
+from mkgen.plan.experts import folds, joins, plan_experts
 from mkgen.plan.layout import layout_facts, layout_hash
 from mkgen.plan.planner import make_plan
 from mkgen.prove.random_params import RandomParams
@@ -81,4 +81,62 @@ def test_other_kernels_too(how):
     case = made(192, 256, 1, **how)
     image = planned(case).experts[0]
     assert image.fold == 2 and (image.pieces > 1) is ("expert_kib" in how)
+    prove_kernel(case)
+
+
+# -- with scales of groups: gate and up share panels ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt, k, width, matrices, parts", [
+    ("mxfp4", 3584, 96, 2, 2), ("nvfp4", 512, 96, 2, 2), ("int4_g32", 512, 160, 2, 2), ("mxfp4", 1024, 32, 2, 2), ("nvfp4", 1024, 16, 2, 4),
+    ("mxfp4", 360, 64, 2, 1),                  # 128 columns together, of any K
+    ("mxfp4", 1024, 96, 1, 4), ("mxfp4", 512, 64, 1, 2),           # experts that are not gated
+    ("mxfp4", 2048, 128, 2, 0),                # nothing to fill
+    ("mxfp4", 768, 96, 2, 0),                  # half of K is no whole dot
+    ("int4_g32_zero", 3584, 96, 2, 0), ("int8", 3584, 96, 2, 0), ("bf16", 3584, 96, 2, 0)])
+def test_gate_and_up_fill_whole_panels_or_lie_apart(fmt, k, width, matrices, parts):
+    assert joins(fmt, k, width, matrices) == parts
+
+
+@pytest.mark.parametrize("fmt, gated, width, k", [("mxfp4", True, 96, 3584), ("nvfp4", True, 64, 2048), ("mxfp4", False, 96, 1024)])
+def test_no_column_is_padding_where_they_share_panels(fmt, gated, width, k):
+    weights = ("g", "u", "d") if gated else ("u", "d")
+    image = plan_experts("experts", "moe", fmt, 1, 4, 1, 8, k, 8 * width, k, weights)
+    assert image.joint and image.up.panels * 128 == image.fold * (2 if gated else 1) * width and image.up.k * image.fold == k
+    assert image.expert_bytes < 1.06 * image.true_bytes, "but for whole tiles, and a row of scales of the tensor for each panel"
+    assert not plan_experts("experts", "moe", fmt, 1, 4, 1, 8, k, 8 * width, k, weights, tuple("abc")[:len(weights)]).joint, "biases"
+
+
+@pytest.mark.parametrize("fmt, gated, width, hidden, ranks, kib", [
+    ("mxfp4", True, 96, 512, 1, 6144), ("mxfp4", True, 161, 1024, 2, 6144), ("nvfp4", True, 64, 200, 1, 6144), ("nvfp4", True, 80, 1024, 1, 6144),
+    ("int4_g32", False, 192, 1024, 2, 6144), ("mxfp4", True, 192, 512, 1, 90)])
+def test_shared_panels_are_packed_and_unpacked(fmt, gated, width, hidden, ranks, kib):
+    case = made(width, hidden, ranks, {"gated": gated}, expert_kib=kib, formats={"experts": fmt})
+    plan = planned(case)
+    image, params = plan.experts[0], RandomParams(plan.graph, 0, case)
+    assert image.joint and (image.pieces > 1) is (kib < 1024) and len(image.weights) == 2 + gated
+    images = [expert_image(plan, image, rank, params) for rank in range(ranks)]
+    for index, expert in ((0, 0), (1, 5)):
+        matrices = expert_from_images(image, images, index, expert)
+        for name, got in zip(image.weights, matrices, strict=True):
+            assert np.array_equal(decode(got).T, params.expert(plan.weights[name], index, expert)), name
+
+
+NARROW = {  # what is multiplied, its format, and how many together
+    "halves of K, one by one": (192, 1024, 2, {}, {"experts": "mxfp4"}, {}),
+    "halves of K, in batches": (192, 1024, 2, {}, {"experts": "mxfp4"}, {"expert_batch": 2, "expert_slots": 3}),
+    "more than a batch has": (96, 512, 1, {}, {"experts": "mxfp4"}, {"expert_batch": 3, "expert_slots": 3, "first_experts": 1, "activations": "f32"}),
+    "gate beside up": (64, 200, 1, {}, {"experts": "nvfp4"}, {"expert_batch": 2, "expert_slots": 4}),
+    "not gated": (96, 1024, 1, {"gated": False, "activation": Activation("relu2")}, {"experts": "int4_g32"}, {"expert_batch": 2, "expert_slots": 4}),
+    "in pieces": (192, 512, 1, {}, {"experts": "mxfp4"}, {"expert_kib": 90}),
+    "batches of bf16": (96, 512, 1, {}, {}, {"expert_batch": 2, "expert_slots": 4}),
+    "batches of whole panels": (128, 256, 1, {}, {"experts": "int4_g32_zero"}, {"expert_batch": 4, "expert_slots": 4}),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "halves of K, in batches" else pytest.mark.slow) for n in NARROW])
+def test_narrow_experts_give_the_references_numbers(name):
+    width, hidden, ranks, moe, formats, build = NARROW[name]
+    case = made(width, hidden, ranks, moe, formats=formats, **build)
+    image, = planned(case).experts
+    assert image.joint == (name not in ("batches of bf16", "batches of whole panels")) and (image.pieces > 1) == (name == "in pieces")
     prove_kernel(case)
