@@ -133,7 +133,7 @@ NARROW = {  # what is multiplied, its format, and how many together
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "halves of K, in batches" else pytest.mark.slow) for n in NARROW])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "gate beside up" else pytest.mark.slow) for n in NARROW])
 def test_narrow_experts_give_the_references_numbers(name):
     width, hidden, ranks, moe, formats, build = NARROW[name]
     case = made(width, hidden, ranks, moe, formats=formats, **build)

@@ -17,8 +17,9 @@ def constant(fmt: str, group: int, experts: bool = False) -> str:
 
 
 def left_operand(ref: str, of) -> str:
-    """Source text of the left operand of a Matrix or Section: with its sums, where there are zero points."""
-    return f"({ref}, {ref}_sums)" if FORMATS[of.format].zero else ref
+    """Source text of the left operand of a Matrix or Section: with its sums, where there are zero points. ref: a buffer, or one of a batch's."""
+    name, dot, at = ref.partition(".at[")
+    return f"({ref}, {name}_sums{dot}{at})" if FORMATS[of.format].zero else ref
 
 
 @dataclass(frozen=True)
