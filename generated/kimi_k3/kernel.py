@@ -689,7 +689,10 @@ def coded_matmul(m, slots, slot, s, left, write, rows=0):
             y = dot(left[c, : groups * 2 * rows, :depth], w)
             for j, part in enumerate(jnp.split(y, rows)):
                 totals[j] += sum(jnp.split(part, 2)) * scales[c * groups :][:groups]
-        for panel, part in zip(run, heads_of(sublane_sums(totals, -(-s.k // f.group)), LANES)):
+        y = sublane_sums(totals, -(-s.k // f.group))
+        if rows == 1 < m.rows:  # whichever row it is
+            y = jnp.broadcast_to(y[:1], y.shape)
+        for panel, part in zip(run, heads_of(y, LANES)):
             write(panel, part)
 
 def run_expert(m, i, route, y, alone=False):
