@@ -107,7 +107,7 @@ def test_a_dimension_writes_what_it_reads(name):
             same = {k for k, v in vars(build).items() if v == getattr(whole.build, k)}
             assert same | set(d.keys) == set(vars(build)), f"{d.name} writes more than {d.keys}"
             back = d.to(build, d.of(whole.build))
-            follows = {"block_kib": "ring_depth", "expert_batch": "expert_slots"}.get(d.name)         # to what the value needs, one way
+            follows = {"block_kib": "ring_depth", "expert_batch": "expert_slots", "kv_batch": "kv_slots"}.get(d.name)         # to what the value needs, one way
             assert all(getattr(back, k) == getattr(whole.build, k) for k in d.keys if k != follows)
 
 

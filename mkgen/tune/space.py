@@ -29,7 +29,8 @@ BATCHES = (1, 2, 4, 8)
 FIRST = (1, 2, 3, 4, 6, 8)
 BATCH_COLUMNS = 256                      # of experts narrower than a panel, so many together are worth a basic block: the width of the MXU
 TILES = (64, 128, 256, 512, 1024)
-KV_SLOTS = (4, 8, 16, 32)
+KV_SLOTS = (4, 8, 16, 20, 32, 40)
+KV_BATCHES = (2, 4, 8, 10, 16)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def dimensions(model: Model, build: Build, plan: Plan, rows: tuple[int, ...], al
     out += [blocks(build), number("unroll", build, UNROLL)]
     out += [number("expert_kib", build, scaled(build.expert_kib))] * moe
     out += [number("kv_tile", build, (n for n in TILES if build.context % n == 0)), number("kv_slots", build, KV_SLOTS)] * cached
+    out += [tiles(build)] * cached
     out += [choice("mla_cache", ("latent", "expanded"))] * any(isinstance(m, Mla) for m in model.mixers.values())
     out += [choice(key, values) for key, values in NUMERICS.items() if key in allow]
     return [d for d in out if len({*d.values, d.of(build)}) > 1]
@@ -137,6 +139,14 @@ def batches(build: Build) -> Dimension:
         return replace(b, expert_batch=n, expert_slots=max(b.expert_slots, 2 * n) if n > 1 else b.expert_slots)
 
     return Dimension("expert_batch", ("expert_batch", "expert_slots"), tuple(sorted({*BATCHES, build.expert_batch})), lambda b: b.expert_batch, to)
+
+
+def tiles(build: Build) -> Dimension:
+    """Cache tiles that are computed together, with slots for as many that come meanwhile."""
+    def to(b: Build, n: int) -> Build:
+        return replace(b, kv_batch=n, kv_slots=max(b.kv_slots, 2 * n))
+
+    return Dimension("kv_batch", ("kv_batch", "kv_slots"), tuple(sorted({*KV_BATCHES, build.kv_batch})), lambda b: b.kv_batch, to)
 
 
 CUT, WHOLE = "cut over all ranks", "whole"
