@@ -114,13 +114,12 @@ def _expert_matrix(image: ExpertImage, held: Sequence[np.ndarray], which: int) -
         n, k = (width, image.k) if section is image.up else (image.out, width)
         fold = image.fold if section is image.up else 1
         along = [sections.take(rows, section, k // fold, n, first + nth * image.step) for nth in range(fold)]
-        parts.append(joined(along, 1) if section.group else replace(along[0], codes=np.concatenate([c.codes for c in along], 1)))
-    axis = 0 if section is image.up else 1
-    whole = joined(parts, axis)
-    return replace(whole, scales=parts[0].scales) if axis and not section.group else whole       # of columns: the same everywhere
+        parts.append(joined(along, 1))
+    return joined(parts, 0 if section is image.up else 1)
 
 
 def joined(parts: Sequence[Coded], axis: int) -> Coded:
-    """Parts of a matrix, along its columns (0) or K (1)."""
+    """Parts of a matrix, along its columns (0) or K (1): scales of columns are the same in each part of K."""
     join = lambda of: None if of(parts[0]) is None else np.concatenate([of(c) for c in parts], axis)
-    return replace(parts[0], codes=join(lambda c: c.codes), scales=join(lambda c: c.scales), zeros=join(lambda c: c.zeros))
+    scales = parts[0].scales if axis and not parts[0].kind.group else join(lambda c: c.scales)
+    return replace(parts[0], codes=join(lambda c: c.codes), scales=scales, zeros=join(lambda c: c.zeros))
